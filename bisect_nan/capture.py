@@ -1,0 +1,226 @@
+"""Runs one training step under the recorder and leaves everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_flatten_with_path, keystr
+
+from bisect_nan import finite
+from bisect_nan.errors import RecordingError
+from bisect_nan.finding import Phase, Symptom
+from bisect_nan.program import Program, Targets
+from bisect_nan.recorder import Recorder
+from bisect_nan.state import Surroundings, optimizer_tensors
+
+Step = Callable[[Any, Any], Any]
+"""`step(model, batch) -> loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A target that came out non-finite in the recording.
+
+    Attributes:
+        symptom: What a user reads.
+        names: All non-finite targets of this kind, the one that was finished first in front.
+        tensor: The first one's content, bit for bit.
+    """
+
+    symptom: Symptom
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One recorded step.
+
+    Attributes:
+        program: What was executed.
+        tensors: The placeholders' tensors by value number, holding what they held before the step.
+        observed: What came out non-finite; None for a clean step.
+        loss: The loss.
+    """
+
+    program: Program
+    tensors: Mapping[int, torch.Tensor]
+    observed: Observed | None
+    loss: float
+
+
+def record(model: Any, batch: Any, step: Step, *, optimizer: torch.optim.Optimizer | None = None, backward: bool = True) -> Recording:
+    """Run `step(model, batch)` once under the recorder, then the backward pass, then the optimizer.
+
+    The backward pass is left out when the loss is already non-finite or needs no gradient, the optimizer's step when a gradient
+    is. Parameters, buffers, gradients, attributes, optimizer state, generators and hooks are afterwards as they were.
+
+    Args:
+        model: The module (or any object that `step` takes).
+        batch: Any pytree of tensors and plain values.
+        step: Returns the loss: a scalar tensor, or a mapping or sequence of them (a mapping's "loss", else their sum).
+        optimizer: Recorded as the third part of the program when given.
+        backward: Whether to run the backward pass at all.
+
+    Raises:
+        RecordingError: The step returned no scalar loss, or needs tensors without memory of their own.
+    """
+    surroundings = Surroundings(model, optimizer)
+    recorder = Recorder()
+    _name_tensors(recorder, model, batch, optimizer)
+    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    leaves = {**parameters, **{name: leaf for name, leaf in _leaves(batch) if leaf.requires_grad and leaf.is_leaf}}
+    stash = [(leaf, leaf.grad) for leaf in leaves.values()]
+    if optimizer is None:
+        for leaf in leaves.values():
+            leaf.grad = None
+    try:
+        with _eager(), _module_paths(model, recorder.modules):
+            return _run(recorder, model, batch, step, optimizer, leaves, backward)
+    finally:
+        recorder.restore()
+        surroundings.restore()
+        for leaf, gradient in stash:
+            leaf.grad = gradient
+
+
+def _run(
+    recorder: Recorder,
+    model: Any,
+    batch: Any,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    leaves: Mapping[str, torch.Tensor],
+    backward: bool,
+) -> Recording:
+    with recorder:
+        loss = scalar_loss(step(model, batch))
+    number = recorder.number(loss)
+    value = float(loss.detach().real) if loss.is_complex() else float(loss.detach())
+    targets = Targets(number)
+    found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
+    kind = "loss"
+    if not found and backward and loss.requires_grad:
+        recorder.phase = Phase.BACKWARD
+        if optimizer is not None:
+            for leaf in leaves.values():
+                leaf.grad = None
+        with recorder:
+            loss.backward()
+        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
+        kind, found = "gradient", _nonfinite(gradients)
+    if not found:
+        buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+        written = {name: buffer for name, buffer in buffers.items() if recorder.wrote(buffer)}
+        targets = Targets(number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()})
+        kind, found = "buffer", _nonfinite(written)
+        found = {name: buffer for name, buffer in found.items() if not finite.kinds(recorder.before(buffer))}
+    if not found and optimizer is not None:
+        recorder.phase = Phase.OPTIMIZER
+        with recorder:
+            optimizer.step()
+        written = {name: leaf for name, leaf in leaves.items() if recorder.wrote(leaf)}
+        numbers = {name: recorder.number(leaf) for name, leaf in written.items()}
+        targets = Targets(number, targets.gradients, targets.buffers, numbers)
+        kind, found = "parameter", _nonfinite({name: leaf.detach() for name, leaf in written.items()})
+    program = recorder.finish(targets)
+    return Recording(program, dict(recorder.tensors), _observed(program, kind, found), value)
+
+
+def scalar_loss(result: Any) -> torch.Tensor:
+    """Return the loss in what a step returned.
+
+    Raises:
+        RecordingError: There is no scalar floating-point tensor to find.
+    """
+    if isinstance(result, Mapping) and "loss" in result:
+        result = result["loss"]
+    elif isinstance(result, Mapping | Sequence) and not isinstance(result, str):
+        parts = list(result.values()) if isinstance(result, Mapping) else list(result)
+        if parts and all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+            result = sum(part.reshape(()) for part in parts)
+    if isinstance(result, torch.Tensor) and result.numel() == 1 and (result.is_floating_point() or result.is_complex()):
+        return result
+    got = f"a tensor of shape {tuple(result.shape)} and {result.dtype}" if isinstance(result, torch.Tensor) else f"{type(result).__name__}"
+    raise RecordingError(
+        f"step(model, batch) returned {got}",
+        "a scalar floating-point loss, a mapping with one under 'loss', or several scalars",
+        "return the loss that you call backward() on",
+    )
+
+
+def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not finite.probe(tensors.values()):
+        return {}
+    return {name: tensor for name, tensor in tensors.items() if finite.probe([tensor])}
+
+
+def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) -> Observed | None:
+    """Keep the non-finite target that was finished first: nothing between the fault and it had to run on."""
+    if not found:
+        return None
+    made: dict[int, int] = {}
+    for node in program.nodes:
+        for value in [*node.outputs, *node.written]:
+            if value is not None:
+                made[value] = node.index
+    numbers = program.targets.of(kind)
+    names = sorted(found, key=lambda name: made.get(numbers[name], -1))
+    first = found[names[0]].detach().clone()
+    labels = tuple(finite.labels(finite.kinds(first)))
+    return Observed(Symptom(kind, names[0], labels, len(names) - 1), tuple(names), first)
+
+
+def _name_tensors(recorder: Recorder, model: Any, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters():
+            recorder.name(parameter, Phase.PARAMETER, name)
+        for name, buffer in model.named_buffers():
+            recorder.name(buffer, Phase.BUFFER, name)
+    for name, leaf in _leaves(batch):
+        recorder.name(leaf, Phase.INPUT, name)
+    if optimizer is not None:
+        for name, tensor in optimizer_tensors(optimizer):
+            recorder.name(tensor, Phase.OPTIMIZER, name)
+
+
+def _leaves(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch with their path: `batch['labels']['depth']`."""
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    return ((f"batch{pytree.keystr(path)}", leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor))
+
+
+@contextlib.contextmanager
+def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
+    """Keep the path of the running module on top of `stack`, by hooks that are gone afterwards."""
+    paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        stack.append(paths.get(id(module), stack[-1] if stack else ""))
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Run compiled models eagerly, so that every call can be seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

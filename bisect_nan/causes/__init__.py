@@ -1,0 +1,125 @@
+"""The catalog of causes: why an operation made a non-finite value, told by the values that went in."""
+
+from __future__ import annotations
+
+import difflib
+
+from bisect_nan.causes import (
+    degenerate,
+    derivatives,
+    division,
+    domain,
+    infinities,
+    masking,
+    optimizer,
+    ranges,
+    reductions,
+    state,
+    unclassified,
+)
+from bisect_nan.causes.entry import Cause, Match
+from bisect_nan.causes.evidence import Call, Evidence
+from bisect_nan.errors import BisectNanError
+
+__all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find"]
+
+CAUSES: tuple[Cause, ...] = (
+    state.INPUT_NONFINITE,
+    state.PARAMETER_NONFINITE,
+    state.BUFFER_NONFINITE,
+    state.UNINITIALIZED_MEMORY,
+    optimizer.LEARNING_RATE_NONFINITE,
+    optimizer.OPTIMIZER_EPS_UNDERFLOW,
+    masking.SOFTMAX_ALL_MASKED,
+    # Half precision before all that looks at operands only: the remedy (another type) is the same whatever the op.
+    ranges.FP16_OVERFLOW,
+    ranges.GRAD_OVERFLOW_FP16,
+    # Derivatives that fail where the function is fine; then those of values that the loss did not see.
+    derivatives.SQRT_GRAD_AT_ZERO,
+    derivatives.LOG_GRAD_AT_ZERO,
+    derivatives.POW_GRAD_AT_ZERO,
+    derivatives.TRIG_GRAD_AT_BOUNDARY,
+    degenerate.NORM_GRAD_AT_ZERO,
+    degenerate.STD_GRAD_AT_ZERO,
+    degenerate.DEGENERATE_SPECTRUM_GRAD,
+    degenerate.LOGSUMEXP_GRAD_ALL_NEGINF,
+    masking.WHERE_MASKED_GRADIENT,
+    division.DIVISION_GRAD,
+    # What the operands say, the special before the general.
+    reductions.LOSS_TARGET_INVALID,
+    reductions.EMPTY_REDUCTION,
+    reductions.DEGENERATE_DOF,
+    domain.LOG_OF_ZERO,
+    domain.LOG_OF_NEGATIVE,
+    domain.SQRT_OF_NEGATIVE,
+    domain.POW_DOMAIN,
+    domain.TRIG_DOMAIN,
+    division.ZERO_VARIANCE,
+    division.ZERO_OVER_ZERO,
+    division.DIVISION_BY_ZERO,
+    infinities.ZERO_TIMES_INF,
+    infinities.INF_MINUS_INF,
+    ranges.EXP_OVERFLOW,
+    ranges.GRAD_OVERFLOW,
+    ranges.OVERFLOW,
+    unclassified.UNCLASSIFIED,
+)
+"""Every entry, in the order in which they are asked."""
+
+_BY_NAME = {cause.name: cause for cause in CAUSES}
+
+
+class UnknownCause(BisectNanError, KeyError):  # noqa: N818  (reads as what happened)
+    """No entry of the catalog has this name."""
+
+    __str__ = Exception.__str__
+
+
+def find(name: str) -> Cause:
+    """Return the entry of that name.
+
+    Raises:
+        UnknownCause: There is none; the message lists the nearest names.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, _BY_NAME, n=3, cutoff=0.4)
+        advice = f"did you mean {' or '.join(near)}?" if near else "list all names with `bisect-nan causes`"
+        raise UnknownCause(f"got the cause {name!r}", "the name of a catalog entry", advice) from None
+
+
+def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
+    """Return the first entry whose matcher fits, with what it says; `unclassified` when none does.
+
+    A kernel or storage that a matcher cannot read (a sparse layout, a type without comparison) costs that entry, not the answer.
+    """
+    for cause in CAUSES:
+        try:
+            match = cause.matches(evidence)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            continue
+        if match is not None:
+            return cause, match
+    return unclassified.UNCLASSIFIED, Match(0.1)
+
+
+def explain(name: str) -> str:
+    """Return an entry as Markdown: what happens, an example, the same look without the fault, what to change, references.
+
+    Raises:
+        UnknownCause: There is no such entry.
+    """
+    cause = find(name)
+    summary = cause.summary.replace("`{op}`", "the operation")
+    parts = [
+        f"# {cause.name}",
+        f"{summary[0].upper()}{summary[1:]}.",
+        cause.explanation,
+        f"Example:\n\n```python\n{cause.example.strip()}\n```",
+        f"What to change: {cause.help}.",
+        f"The same look without the fault:\n\n```python\n{cause.near_miss.strip()}\n```",
+    ]
+    if cause.references:
+        parts.append("Reported in: " + ", ".join(cause.references) + ".")
+    return "\n\n".join(parts) + "\n"

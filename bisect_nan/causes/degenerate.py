@@ -1,0 +1,215 @@
+"""Derivatives of norms, deviations, spectra and log-sums where what they measure is 0, equal or empty."""
+
+from __future__ import annotations
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.causes.entry import Cause, Match
+from bisect_nan.causes.evidence import Call, Evidence
+from bisect_nan.causes.operands import enough, numbers, ops, show, where, written_by
+
+_NORMS = ops("linalg_vector_norm norm cdist _cdist_forward _euclidean_dist linalg_matrix_norm _weight_norm_interface")
+_NORM_NODES = ("LinalgVectorNormBackward", "NormBackward", "CdistBackward", "EuclideanDistBackward")
+_SPREADS = frozenset(
+    {"std", "var", "std_mean", "var_mean", "native_layer_norm", "native_group_norm", "native_batch_norm"}
+)
+_SPREAD_NODES = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward")
+_SPECTRA = {"_linalg_eigh": 0, "_linalg_svd": 1, "linalg_eig": 0, "_linalg_eigvals": 0}
+_LOG_SUMS = frozenset({"logsumexp", "logaddexp", "logaddexp2", "logcumsumexp"})
+
+
+def _of(evidence: Evidence, names: frozenset[str], nodes: tuple[str, ...]) -> Call | None:
+    """The forward call when it is one of `names`, or is itself a step of their derivative (a second derivative fails)."""
+    forward = evidence.forward
+    if forward is None or not evidence.kinds():
+        return None
+    return forward if forward.op in names or (forward.autograd or "").startswith(nodes) else None
+
+
+def _holds_zero(forward: Call) -> bool:
+    """Whether a norm or deviation that the forward call gave, or was given by an earlier step, is 0 somewhere."""
+    measured = [value for value in (*forward.outputs, *forward.tensors().values()) if value is not None]
+    return any(value.numel() > 0 and bool((value == 0).any()) for value in measured)
+
+
+def _norm_at_zero(evidence: Evidence) -> Match | None:
+    forward = _of(evidence, _NORMS, _NORM_NODES)
+    if forward is None or not _holds_zero(forward):
+        return None
+    return Match(0.9, (f"the norm is exactly 0{where(evidence, torch.ones(int(evidence.mask.sum())))}",))
+
+
+def _std_at_zero(evidence: Evidence) -> Match | None:
+    forward = _of(evidence, _SPREADS, _SPREAD_NODES)
+    if forward is None or not _holds_zero(forward):
+        return None
+    return Match(0.9, (f"the deviation is exactly 0{where(evidence, torch.ones(int(evidence.mask.sum())))}",))
+
+
+def _equal_spectrum(evidence: Evidence) -> Match | None:
+    forward = evidence.forward
+    if forward is None or forward.op not in _SPECTRA or not evidence.kinds():
+        return None
+    spectrum = forward.outputs[_SPECTRA[forward.op]]
+    if spectrum is None or spectrum.shape[-1] == 0:
+        return None
+    values = numbers(spectrum)
+    values = values.real if values.is_complex() else values
+    ordered = values.sort(-1).values
+    scale = ordered.abs().amax(-1, keepdim=True)
+    close = ordered.diff(dim=-1) <= 4 * torch.finfo(spectrum.dtype).eps * scale
+    word = "singular values" if forward.op == "_linalg_svd" else "eigenvalues"
+    if close.any():
+        value = show(ordered[..., 1:][close][0])
+        return Match(0.95, (f"{int(close.sum())} neighbouring pairs of {word} are equal, the first pair at {value}",))
+    if word == "singular values" and bool((ordered == 0).any()):
+        return Match(0.9, (f"{int((ordered == 0).sum())} {word} are exactly 0",))
+    return None
+
+
+def _log_sum_of_nothing(evidence: Evidence) -> Match | None:
+    forward = evidence.forward
+    if forward is None or forward.op not in _LOG_SUMS or not enough(numbers(evidence.result).isnan()):
+        return None
+    value = forward.outputs[0]
+    if value is None or not finite.has([value], finite.NonFinite.NEG_INF):
+        return None
+    empty = int(finite.mask(value, finite.NonFinite.NEG_INF).sum())
+    note = f"{empty} of {value.numel()} rows hold only -inf: their log-sum is -inf and the derivative exp(-inf - -inf)"
+    return Match(0.96, (note, *written_by(evidence)))
+
+
+_NORM_EXAMPLE = """\
+import torch
+
+def fails():
+    x = torch.zeros(3, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.linalg.vector_norm(x), x, create_graph=True)
+    return (slope.norm() - 1.0) ** 2  # a gradient penalty differentiates the norm twice
+"""
+
+_NORM_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    x = torch.full((3,), 0.5, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.linalg.vector_norm(x), x, create_graph=True)
+    return (slope.norm() - 1.0) ** 2
+"""
+
+NORM_GRAD_AT_ZERO = Cause(
+    name="norm_grad_at_zero",
+    summary="the derivative of `{op}`, a norm, is undefined at a vector of zeros",
+    matches=_norm_at_zero,
+    explanation="""\
+A norm has a kink at 0: its derivative is x / |x| = 0 / 0. torch sets the first derivative to 0 there, but the second
+derivative (a gradient penalty, forces inside a loss) divides by the norm again, and a norm written by hand has no such
+protection.""",
+    example=_NORM_EXAMPLE,
+    near_miss=_NORM_NEAR_MISS,
+    help=(
+        "keep the vector away from 0: `sqrt(x.square().sum() + eps)`, or leave out the rows that are 0 before taking "
+        "the norm"
+    ),
+    references=("atomistic-machine-learning/schnetpack#5", "atomistic-machine-learning/schnetpack#301"),
+)
+
+_STD_EXAMPLE = """\
+import torch
+
+def fails():
+    x, gain = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
+    (slope,) = torch.autograd.grad((gain * x.std()).sum(), x, create_graph=True)
+    return slope.sum()
+"""
+
+_STD_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    x, gain = torch.arange(3.0, requires_grad=True), torch.ones(1, requires_grad=True)
+    (slope,) = torch.autograd.grad((gain * x.std()).sum(), x, create_graph=True)
+    return slope.sum()
+"""
+
+STD_GRAD_AT_ZERO = Cause(
+    name="std_grad_at_zero",
+    summary="the derivative of `{op}`, a deviation, is undefined where all values are the same",
+    matches=_std_at_zero,
+    explanation="""\
+A standard deviation is the root of a variance, and the root has an infinite derivative at 0. torch sets the first
+derivative of `std` to 0 there; the second derivative, and `var(...).sqrt()` written by hand, are not protected.""",
+    example=_STD_EXAMPLE,
+    near_miss=_STD_NEAR_MISS,
+    help="add eps to the variance before taking the root: `(x.var() + eps).sqrt()`",
+    references=(),
+)
+
+_SPECTRUM_EXAMPLE = """\
+import torch
+
+def fails():
+    covariance = torch.eye(3, requires_grad=True)
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+"""
+
+_SPECTRUM_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    covariance = torch.diag(torch.tensor([1.0, 2.0, 3.0])).requires_grad_()
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+"""
+
+DEGENERATE_SPECTRUM_GRAD = Cause(
+    name="degenerate_spectrum_grad",
+    summary="the derivative of `{op}` divides by the difference of equal eigenvalues or singular values",
+    matches=_equal_spectrum,
+    explanation="""\
+The derivative of eigenvectors holds 1 / (w_i - w_j) for every pair. Equal values make it 0 / 0 = nan: the vectors are
+not unique there. A covariance that is a multiple of the identity, a matrix whose rank is lower by two or more, a
+dropped group of channels.""",
+    example=_SPECTRUM_EXAMPLE,
+    near_miss=_SPECTRUM_NEAR_MISS,
+    help=(
+        "break the tie with small distinct numbers on the diagonal, use only the eigenvalues, or compute the inverse "
+        "root iteratively"
+    ),
+    references=("pytorch/pytorch#49886",),
+)
+
+_LOG_SUM_EXAMPLE = """\
+import torch
+
+def fails():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    nothing = torch.tensor([[False], [True]])
+    total = torch.logsumexp(scores.masked_fill(nothing, float("-inf")), -1)
+    return torch.where(nothing[:, 0], torch.zeros(2), total).sum()
+"""
+
+_LOG_SUM_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    partly = torch.tensor([[False, False, False], [False, True, True]])
+    return torch.logsumexp(scores.masked_fill(partly, float("-inf")), -1).sum()
+"""
+
+LOGSUMEXP_GRAD_ALL_NEGINF = Cause(
+    name="logsumexp_grad_all_neginf",
+    summary="the derivative of `{op}` over a row of only -inf is undefined",
+    matches=_log_sum_of_nothing,
+    explanation="""\
+The log-sum of nothing is log(0) = -inf, which is right and may be dropped later. Its derivative is exp(x -
+logsumexp(x)) = exp(-inf - -inf) = nan. Dynamic programs over masked lattices and partition functions of empty sets meet
+it.""",
+    example=_LOG_SUM_EXAMPLE,
+    near_miss=_LOG_SUM_NEAR_MISS,
+    help="fill rows without any entry with a finite number before the log-sum and select afterwards",
+    references=(),
+)

@@ -1,0 +1,248 @@
+"""Divisions by zero, forward and backward: what the divisor is tells a deviation from a plain number that became 0."""
+
+from __future__ import annotations
+
+import torch
+
+from bisect_nan.causes.entry import Cause, Match
+from bisect_nan.causes.evidence import Evidence
+from bisect_nan.causes.normalisation import squared_divisor
+from bisect_nan.causes.operands import Quotient, base_op, enough, first, ops, quotient, where
+
+SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
+LENGTHS = ops(
+    "linalg_vector_norm norm frobenius_norm linalg_matrix_norm cdist _cdist_forward _euclidean_dist dist hypot"
+)
+DIFFERENCES = frozenset({"sub", "rsub"})
+_DIVISIONS = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"})
+_SUMS = frozenset({"sum", "mean"})
+
+
+def measure(ancestors: tuple[str, ...]) -> str:
+    """Name what a divisor measures: `deviation`, `norm`, or "" for any other number.
+
+    A length may be written by hand, as the root of a sum: then a root is met before the sum on the way back. A difference
+    is neither, whatever its terms are.
+    """
+    for position, op in enumerate(ancestors):
+        if op in DIFFERENCES:
+            return ""
+        if op in SPREADS:
+            return "deviation"
+        if op in LENGTHS:
+            return "norm"
+        if op in _SUMS:
+            return "norm" if "sqrt" in ancestors[:position] else ""
+    return ""
+
+
+def zero_divided(evidence: Evidence) -> tuple[Quotient, torch.Tensor, torch.Tensor] | None:
+    """Return the quotient and where it is 0/0 and x/0, when the call divides by zero often enough to be the cause."""
+    parts = quotient(evidence)
+    if parts is None:
+        return None
+    nothing = parts.denominator == 0
+    if not enough(nothing):
+        return None
+    return parts, nothing & (parts.numerator == 0), nothing & (parts.numerator != 0) & ~parts.numerator.isnan()
+
+
+def _origin(evidence: Evidence, parts: Quotient) -> str:
+    kind = measure(evidence.ancestors(parts.divisor))
+    return f" (it is a {kind})" if kind else ""
+
+
+def _no_spread(evidence: Evidence) -> Match | None:
+    squared = squared_divisor(evidence)
+    if squared is not None and enough(squared == 0):
+        note = f"the values that are normalised do not differ, and variance plus eps is exactly 0{where(evidence, squared == 0)}"
+        return Match(0.9, (note,))
+    found = zero_divided(evidence)
+    if found is None:
+        return None
+    parts, both, rest = found
+    kind = measure(evidence.ancestors(parts.divisor))
+    # A vector of zeros over its own norm is 0/0 in the first place; a deviation of 0 says that all values are the same.
+    if kind == "deviation":
+        return Match(0.95, (f"the divisor is a deviation that is exactly 0{where(evidence, both | rest)}",))
+    if kind == "norm" and enough(rest):
+        return Match(0.9, (f"the divisor is a norm that is exactly 0{where(evidence, rest)}",))
+    return None
+
+
+def _nothing_over_nothing(evidence: Evidence) -> Match | None:
+    found = zero_divided(evidence)
+    if found is None or not enough(found[1]):
+        return None
+    parts, both, _ = found
+    note = f"numerator and divisor{_origin(evidence, parts)} are both exactly 0{where(evidence, both)}"
+    return Match(0.95, (note,))
+
+
+def _something_over_nothing(evidence: Evidence) -> Match | None:
+    found = zero_divided(evidence)
+    if found is None or not enough(found[2]):
+        return None
+    parts, _, rest = found
+    note = f"the divisor{_origin(evidence, parts)} is exactly 0{where(evidence, rest)}"
+    return Match(0.95, (f"{note}; the numerator there is {first(parts.numerator, rest)}",))
+
+
+def _custom_backward(evidence: Evidence) -> bool:
+    """Whether the code of a custom autograd Function made it: torch's own nodes end with a number."""
+    name = evidence.call.autograd or ""
+    return evidence.forward is None and name.endswith("Backward")
+
+
+def _division(evidence: Evidence) -> Match | None:
+    found = zero_divided(evidence)
+    if found is not None and (evidence.forward is not None or _custom_backward(evidence)):
+        parts, both, rest = found
+        if evidence.forward is None and measure(evidence.ancestors(parts.divisor)):
+            return None
+        note = f"the derivative divides by a number that is exactly 0{where(evidence, both | rest)}"
+        return Match(0.8, (note,))
+    if evidence.forward is None or base_op(evidence.forward) not in _DIVISIONS or not evidence.kinds():
+        return None
+    parts_forward = quotient(evidence, evidence.forward)
+    if parts_forward is None:
+        return None
+    tiny = parts_forward.denominator.abs().square() < torch.finfo(evidence.result.dtype).smallest_normal
+    if not enough(tiny):
+        return None
+    note = f"the divisor is so small that its square underflows{where(evidence, tiny)}: the derivative divides by that square"
+    return Match(0.85, (note,))
+
+
+_VARIANCE_EXAMPLE = """\
+import torch
+
+def fails():
+    channel = torch.full((8,), 3.0, requires_grad=True)
+    return (1.0 / channel.std()) * channel.sum()
+"""
+
+_VARIANCE_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    channel = torch.full((8,), 3.0, requires_grad=True)
+    return (1.0 / (channel.std() + 1e-5)) * channel.sum()
+"""
+
+ZERO_VARIANCE = Cause(
+    name="zero_variance",
+    summary="`{op}` divides by a deviation or norm that is 0",
+    matches=_no_spread,
+    explanation="""\
+Normalising divides by a standard deviation, a norm or a length. It is 0 when all values are the same: a constant
+channel, a silent frame, a dead feature, a weight row of zeros. Then (x - mean) / std = 0 / 0 = nan, and 1 / std = inf.
+An eps that is too small for the type (1e-8 in float16) is 0 as well.""",
+    example=_VARIANCE_EXAMPLE,
+    near_miss=_VARIANCE_NEAR_MISS,
+    help="add an eps to the divisor or put a floor under it (`clamp_min`), with a value that the type can hold",
+    references=("vislearn/FrEIA#121", "huggingface/peft#2049", "philipperemy/deep-speaker#5"),
+)
+
+_BOTH_EXAMPLE = """\
+import torch
+
+def fails():
+    loss = torch.tensor([0.7, 0.2], requires_grad=True)
+    mask = torch.tensor([0.0, 0.0])
+    return (loss * mask).sum() / mask.sum()
+"""
+
+_BOTH_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    loss = torch.tensor([0.7, 0.2], requires_grad=True)
+    mask = torch.tensor([0.0, 0.0])
+    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+"""
+
+ZERO_OVER_ZERO = Cause(
+    name="zero_over_zero",
+    summary="`{op}` divides 0 by 0",
+    matches=_nothing_over_nothing,
+    explanation="""\
+0 / 0 has no value, so IEEE arithmetic gives nan. It is the mean over an empty selection (a sum of nothing over a count
+of 0), a vector of zeros over its own norm, an overlap of two empty masks, or an eps that rounds to 0 in half precision.
+Replacing the NaN afterwards repairs the value and not the gradient: guard the divisor.""",
+    example=_BOTH_EXAMPLE,
+    near_miss=_BOTH_NEAR_MISS,
+    help=(
+        "guard the divisor before dividing: `count.clamp(min=1)`, `norm.clamp_min(eps)`, or skip the term when there "
+        "is nothing to average"
+    ),
+    references=("HobbitLong/SupContrast#141", "TiankaiHang/Min-SNR-Diffusion-Training#2", "pytorch/pytorch#32137"),
+)
+
+_ZERO_EXAMPLE = """\
+import torch
+
+def fails():
+    error = torch.tensor([1.0, 2.0])
+    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))  # exactly 0, and 1.31
+    return (error / spread).mean()
+"""
+
+_ZERO_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    error = torch.tensor([1.0, 2.0])
+    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))
+    return (error / (spread + 1e-6)).mean()
+"""
+
+DIVISION_BY_ZERO = Cause(
+    name="division_by_zero",
+    summary="`{op}` divides a number by 0",
+    matches=_something_over_nothing,
+    explanation="""\
+A finite number over 0 is inf; the NaN comes one operation later (inf - inf, 0 * inf). The divisor was learned,
+predicted or measured and became exactly 0: softplus and exp underflow for very negative arguments, a clamp at 0 lets 0
+through, a Python number below the smallest float32 is 0.""",
+    example=_ZERO_EXAMPLE,
+    near_miss=_ZERO_NEAR_MISS,
+    help=(
+        "put a floor under the divisor (`clamp_min(eps)`, or add eps), or divide only where it is not 0 with a safe "
+        "divisor elsewhere"
+    ),
+    references=("mllam/neural-lam#537", "adamsolomou/SC-DNN#1"),
+)
+
+_DIVISION_EXAMPLE = """\
+import torch
+
+def fails():
+    depth = torch.tensor([1e-30, 1.0], requires_grad=True)
+    return (torch.tensor(1e-15) / depth).sum()  # the value is 1e15, the derivative -1e45
+"""
+
+_DIVISION_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    depth = torch.tensor([1e-5, 1.0], requires_grad=True)
+    return (torch.tensor(1e-15) / depth).sum()
+"""
+
+DIVISION_GRAD = Cause(
+    name="division_grad",
+    summary="the derivative of `{op}` divides by zero or by a number whose square underflows",
+    matches=_division,
+    explanation="""\
+x / y has the derivative -x / y**2 with respect to y. It leaves the range long before x / y does: for y = 1e-30 the
+square is 1e-60. Backward code written by hand divides by whatever it saved, and that may be exactly 0 where the forward
+value is fine.""",
+    example=_DIVISION_EXAMPLE,
+    near_miss=_DIVISION_NEAR_MISS,
+    help=(
+        "put a floor under the divisor in the forward pass (`clamp_min(eps)`), and under every divisor of "
+        "hand-written backward code"
+    ),
+    references=("facebookresearch/fairchem#1574", "geoopt/geoopt#121"),
+)

@@ -1,0 +1,261 @@
+"""Arguments outside of a function's domain: logarithms, roots, powers and inverse functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bisect_nan.causes.entry import Cause, Match
+from bisect_nan.causes.evidence import Call, Evidence
+from bisect_nan.causes.normalisation import squared_divisor
+from bisect_nan.causes.operands import aligned, base_op, enough, first, ops, under_log, under_root, where
+
+_DOMAINS: tuple[tuple[frozenset[str], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    (ops("acos asin"), "[-1, 1]", lambda x: x.abs() > 1),
+    (ops("atanh erfinv special_erfinv"), "(-1, 1)", lambda x: x.abs() >= 1),
+    (ops("acosh"), "[1, inf)", lambda x: x < 1),
+    (ops("special_ndtri"), "(0, 1)", lambda x: (x <= 0) | (x >= 1)),
+    (ops("sin cos tan sinc"), "(-inf, inf)", torch.isinf),
+)
+
+
+def _log_of_zero(evidence: Evidence) -> Match | None:
+    argument = under_log(evidence)
+    if argument is None or not enough(argument == 0):
+        return None
+    return Match(0.97, (f"the argument of the logarithm is exactly 0{where(evidence, argument == 0)}",))
+
+
+def _log_of_negative(evidence: Evidence) -> Match | None:
+    argument = under_log(evidence)
+    if argument is None or argument.is_complex() or not enough(argument < 0):
+        return None
+    below = argument < 0
+    note = f"the argument of the logarithm is below 0{where(evidence, below)}, where it is {first(argument, below)}"
+    return Match(0.97, (note,))
+
+
+def _sqrt_of_negative(evidence: Evidence) -> Match | None:
+    argument, what = under_root(evidence), "the number under the root"
+    if argument is None:
+        argument, what = squared_divisor(evidence), "variance plus eps"
+    if argument is None or not enough(argument < 0):
+        return None
+    below = argument < 0
+    notes = [f"{what} is below 0{where(evidence, below)}, where it is {first(argument, below)}"]
+    if {"sub", "rsub", "addcmul", "_foreach_sub", "_foreach_addcmul"} & set(evidence.ancestors("self")):
+        notes.append(
+            "it is a difference: two terms that agree in nearly all digits leave a rounding error of either sign"
+        )
+    return Match(0.97, tuple(notes))
+
+
+def power(evidence: Evidence, call: Call | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return base and exponent of a real power at the blamed elements, or None when the call takes none."""
+    call = call or evidence.call
+    if base_op(call) not in ("pow", "float_power"):
+        return None
+    base, exponent = aligned(evidence, "self", call), aligned(evidence, "exponent", call)
+    if base is None or exponent is None or base.is_complex() or exponent.is_complex():
+        return None
+    return base, exponent
+
+
+def _pow_domain(evidence: Evidence) -> Match | None:
+    found = power(evidence)
+    if found is None:
+        return None
+    base, exponent = found
+    fractional = (base < 0) & base.isfinite() & (exponent != exponent.floor())
+    pole = (base == 0) & (exponent < 0)
+    if enough(fractional):
+        values = f"{first(base, fractional)} ** {first(exponent, fractional)}"
+        return Match(0.97, (f"a negative base has a fractional exponent{where(evidence, fractional)}: {values}",))
+    if enough(pole):
+        values = f"0 ** {first(exponent, pole)}"
+        return Match(0.97, (f"the base is 0 and the exponent is negative{where(evidence, pole)}: {values}",))
+    return None
+
+
+def outside(evidence: Evidence, call: Call | None = None) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+    """Return argument, where it is outside, and the domain in words, for an inverse or periodic function."""
+    call = call or evidence.call
+    op, argument = base_op(call), aligned(evidence, "self", call)
+    if argument is None or argument.is_complex():
+        return None
+    for names, domain, is_outside in _DOMAINS:
+        if op in names:
+            return argument, is_outside(argument), domain
+    return None
+
+
+def _trig_domain(evidence: Evidence) -> Match | None:
+    found = outside(evidence)
+    if found is None or not enough(found[1]):
+        return None
+    argument, condition, domain = found
+    value = f"{argument[condition][0].item():.9g}"
+    return Match(0.97, (f"the argument is outside of {domain}{where(evidence, condition)}, where it is {value}",))
+
+
+_ZERO_EXAMPLE = """\
+import torch
+
+def fails():
+    logits = torch.tensor([200.0, 0.0], requires_grad=True)
+    return -torch.log(torch.softmax(logits, 0))[1]  # the probability underflows to 0
+"""
+
+_ZERO_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    logits = torch.tensor([200.0, 0.0], requires_grad=True)
+    return -torch.log_softmax(logits, 0)[1]
+"""
+
+LOG_OF_ZERO = Cause(
+    name="log_of_zero",
+    summary="`{op}` takes the logarithm of 0",
+    matches=_log_of_zero,
+    explanation="""\
+log(0) = -inf, and the weight 0 that often stands before it makes it nan. The 0 is a probability that underflowed:
+softmax is 0 in float32 for scores about 104 below the largest, sigmoid likewise, and 1 - p is 0 once p rounds to 1. A
+guard may round away: 1e-10 + 1 - p is 1 - p. `logdet` of a singular matrix is the same fault.""",
+    example=_ZERO_EXAMPLE,
+    near_miss=_ZERO_NEAR_MISS,
+    help=(
+        "compute the logarithm from the logits (`log_softmax`, `logsigmoid`, a loss with logits), or clamp the "
+        "argument from below"
+    ),
+    references=("deepspeedai/DeepSpeedExamples#423", "open-mmlab/mmdetection#1299", "pytorch/pytorch#22442"),
+)
+
+_NEGATIVE_EXAMPLE = """\
+import torch
+
+def fails():
+    width = torch.tensor([10.0, -2.0], requires_grad=True)  # right edge left of the left edge
+    return torch.log(width / 4.0).sum()
+"""
+
+_NEGATIVE_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    width = torch.tensor([10.0, 2.0], requires_grad=True)
+    return torch.log(width / 4.0).sum()
+"""
+
+LOG_OF_NEGATIVE = Cause(
+    name="log_of_negative",
+    summary="`{op}` takes the logarithm of a negative number",
+    matches=_log_of_negative,
+    explanation="""\
+A negative number has no real logarithm, so the result is nan. The argument should have been positive: a width with
+swapped edges, a log-variance where the variance was meant, a determinant that changed its sign, a probability that
+rounding pushed below 0.""",
+    example=_NEGATIVE_EXAMPLE,
+    near_miss=_NEGATIVE_NEAR_MISS,
+    help=(
+        "find out why the argument is negative (data, or a wrong formula); clamp it from below only if rounding is "
+        "the reason"
+    ),
+    references=("jwyang/faster-rcnn.pytorch#349", "Jacob-yen/GRIST ID_4"),
+)
+
+_ROOT_EXAMPLE = """\
+import torch
+
+def fails():
+    mean = torch.tensor(100.00001, requires_grad=True)  # of x, rounded up
+    mean_of_squares = torch.tensor(10000.0)  # of x * x, rounded down
+    return torch.sqrt(mean_of_squares - mean * mean)
+"""
+
+_ROOT_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    x = torch.linspace(0.0, 1.0, 100, requires_grad=True)
+    variance = ((x - x.mean()) ** 2).mean()
+    return torch.sqrt(variance)
+"""
+
+SQRT_OF_NEGATIVE = Cause(
+    name="sqrt_of_negative",
+    summary="`{op}` takes the square root of a negative number",
+    matches=_sqrt_of_negative,
+    explanation="""\
+A negative number has no real root, so the result is nan. Most often it is a variance in one pass, E[x*x] - E[x]**2: for
+values that hardly differ both terms agree in nearly all digits and rounding leaves a small negative number. It comes
+out right in float64, which hides the fault and does not remove it. An eps added after the root does not help.""",
+    example=_ROOT_EXAMPLE,
+    near_miss=_ROOT_NEAR_MISS,
+    help="clamp under the root (`clamp_min(eps)`), or compute the variance from the differences to the mean",
+    references=("k2-fsa/sherpa-onnx#2844", "apache/mxnet#6235", "lucidrains/vector-quantize-pytorch#106"),
+)
+
+_POWER_EXAMPLE = """\
+import torch
+
+def fails():
+    contrast = torch.tensor([-0.2, 0.9], requires_grad=True)
+    return (contrast ** 0.3).sum()
+"""
+
+_POWER_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    contrast = torch.tensor([-0.2, 0.9], requires_grad=True)
+    return (contrast.clamp(min=1e-6) ** 0.3).sum()
+"""
+
+POW_DOMAIN = Cause(
+    name="pow_domain",
+    summary="`{op}` raises a negative number to a fractional power, or 0 to a negative one",
+    matches=_pow_domain,
+    explanation="""\
+(-0.2) ** 0.3 is not real and gives nan; 0 ** -0.5 is a division by 0 and gives inf. A guard that replaces only inf
+(degrees of isolated nodes) does not catch the NaN of a negative base.""",
+    example=_POWER_EXAMPLE,
+    near_miss=_POWER_NEAR_MISS,
+    help="clamp the base to a small positive number before the power, or take the power of its absolute value",
+    references=("pyg-team/pytorch_geometric#61", "VainF/pytorch-msssim#7"),
+)
+
+_TRIG_EXAMPLE = """\
+import torch
+
+def fails():
+    a = torch.tensor([1.0, 1.0, 1.0001], requires_grad=True)
+    cosine = (a @ a) / 3.0
+    return torch.acos(cosine)
+"""
+
+_TRIG_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    a = torch.tensor([1.0, 1.0, 1.0001], requires_grad=True)
+    cosine = (a @ a) / 3.0
+    return torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6))
+"""
+
+TRIG_DOMAIN = Cause(
+    name="trig_domain",
+    summary="the argument of `{op}` is outside of its domain",
+    matches=_trig_domain,
+    explanation="""\
+acos and asin take [-1, 1], atanh and erfinv the open interval, acosh everything from 1 on; outside they give nan (at
+the edge of an open interval inf). A cosine of two unit vectors is 1.0000001 after rounding as easily as 0.9999999. sin,
+cos and tan of an infinity are nan, too.""",
+    example=_TRIG_EXAMPLE,
+    near_miss=_TRIG_NEAR_MISS,
+    help=(
+        "clamp the argument a little inside of the domain (`clamp(-1 + eps, 1 - eps)`), or use atan2 of sine and cosine"
+    ),
+    references=(),
+)

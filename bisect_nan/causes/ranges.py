@@ -1,0 +1,245 @@
+"""Results beyond the range of their type: exponentials, half precision, and everything else."""
+
+from __future__ import annotations
+
+import torch
+
+from bisect_nan.causes.entry import Cause, Match
+from bisect_nan.causes.evidence import Evidence
+from bisect_nan.causes.healing import CASTS, overflowed
+from bisect_nan.causes.operands import (
+    HALVES,
+    aligned,
+    base_op,
+    enough,
+    finite_inputs,
+    first,
+    numbers,
+    ops,
+    result,
+    show,
+    where,
+)
+
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
+_ARITHMETIC = ops(
+    "add sub rsub mul div addcmul addcdiv pow square sum mean prod cumsum cumprod mm bmm addmm baddbmm mv addmv dot linear "
+    "convolution lerp linalg_vector_norm var std exp exp2 expm1 sinh cosh reciprocal ldexp"
+)
+"""What can leave the range of float64, where no wider type tells."""
+
+
+def is_gradient(evidence: Evidence) -> bool:
+    """Whether the call computes a gradient: a derivative, a sum of gradients, or a gradient that changes its type."""
+    passed_on = evidence.call.autograd is not None and (
+        "AccumulateGrad" in evidence.call.autograd or evidence.op in CASTS
+    )
+    return evidence.forward is not None or passed_on
+
+
+def _half_overflow(evidence: Evidence) -> Match | None:
+    if is_gradient(evidence) or evidence.result.dtype not in HALVES:
+        return None
+    found = overflowed(evidence, torch.float32)
+    return Match(found[0], (found[1],)) if found else None
+
+
+def _half_gradient(evidence: Evidence) -> Match | None:
+    if not is_gradient(evidence) or evidence.result.dtype not in HALVES:
+        return None
+    found = overflowed(evidence, torch.float32)
+    return Match(found[0], (found[1],)) if found else None
+
+
+def _exponential(evidence: Evidence) -> Match | None:
+    if base_op(evidence.call) not in _EXPONENTIALS or not evidence.result.is_floating_point():
+        return None
+    argument = aligned(evidence, "self")
+    if argument is None:
+        return None
+    over = argument.isfinite() & result(evidence).isinf()
+    if not enough(over):
+        return None
+    narrow = str(evidence.result.dtype).removeprefix("torch.")
+    limit = numbers(torch.tensor(torch.finfo(evidence.result.dtype).max, dtype=torch.float64)).log()
+    limit = limit / (torch.tensor(2.0).log() if evidence.op == "exp2" else 1.0)
+    note = (
+        f"the exponent is {first(argument, over)}{where(evidence, over)}; in {narrow} it must stay below {show(limit)}"
+    )
+    return Match(0.97, (note,))
+
+
+def _plain_overflow(evidence: Evidence) -> Match | None:
+    found = overflowed(evidence, torch.float64)
+    if found:
+        return Match(found[0], (found[1],))
+    values = result(evidence)
+    if evidence.result.dtype not in (torch.float64, torch.complex128, torch.complex64):
+        return None
+    infinite = values.isinf()
+    if base_op(evidence.call) not in _ARITHMETIC or not enough(infinite) or not finite_inputs(evidence):
+        return None
+    limit = f"{torch.finfo(evidence.result.dtype).max:.3g}"
+    return Match(0.75, (f"finite inputs give a result beyond {limit}{where(evidence, infinite)}",))
+
+
+def _gradient_overflow(evidence: Evidence) -> Match | None:
+    return _plain_overflow(evidence) if is_gradient(evidence) else None
+
+
+_EXPONENT_EXAMPLE = """\
+import torch
+
+def fails():
+    logvar = torch.tensor([0.1, 180.0], requires_grad=True)
+    return torch.exp(0.5 * logvar).sum()  # exp(90) = 1.2e39
+"""
+
+_EXPONENT_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    logvar = torch.tensor([0.1, 180.0], requires_grad=True)
+    return torch.exp(0.5 * logvar.clamp(-30, 20)).sum()
+"""
+
+EXP_OVERFLOW = Cause(
+    name="exp_overflow",
+    summary="`{op}` overflows: its exponent is too large for the type",
+    matches=_exponential,
+    explanation="""\
+exp(x) is infinite in float32 from x = 88.73 on, in float16 from 11.09 on. Heads that predict a log-variance or a
+log-scale are unbounded, a softmax written by hand lacks the subtraction of the maximum, log(1 + exp(x)) is softplus
+written by hand, and a ratio of probabilities is the exponential of an unbounded difference.""",
+    example=_EXPONENT_EXAMPLE,
+    near_miss=_EXPONENT_NEAR_MISS,
+    help=(
+        "clamp the exponent, subtract the maximum first, or use the fused function (`softmax`, `logsumexp`, `softplus`)"
+    ),
+    references=("vanderschaarlab/synthcity#331", "fla-org/flash-linear-attention#649", "Jacob-yen/GRIST ID_17"),
+)
+
+_HALF_EXAMPLE = """\
+import torch
+
+def fails():
+    query = torch.full((1, 64), 40.0, dtype=torch.float16, requires_grad=True)
+    key = torch.full((64, 1), 40.0, dtype=torch.float16)
+    return (query @ key / 8).sum()  # 64 * 40 * 40 = 102400
+"""
+
+_HALF_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    query = torch.full((1, 64), 40.0, dtype=torch.float16, requires_grad=True)
+    key = torch.full((64, 1), 40.0, dtype=torch.float16)
+    return ((query / 8) @ key).sum()
+"""
+
+FP16_OVERFLOW = Cause(
+    name="fp16_overflow",
+    summary="`{op}` makes a value beyond 65504 in float16; it is finite in float32",
+    matches=_half_overflow,
+    explanation="""\
+The largest float16 is 65504. Products of queries and keys before they are scaled, convolution outputs, squares and sums
+reach it easily, and so does the mask value finfo.min plus a negative score: -65504 - 20 rounds to -inf. The next
+normalisation or softmax turns the infinity into nan. The same numbers are harmless in float32 and in bfloat16, which
+has float32's range.""",
+    example=_HALF_EXAMPLE,
+    near_miss=_HALF_NEAR_MISS,
+    help="compute this operation in float32 or bfloat16, or scale its inputs down before it",
+    references=("huggingface/transformers#24638", "huggingface/transformers#17306", "pytorch/pytorch#88474"),
+)
+
+_PLAIN_EXAMPLE = """\
+import torch
+
+def fails():
+    ratio = torch.tensor([1e25, 1.0], requires_grad=True)
+    return ratio.pow(2).sum()  # 1e50
+"""
+
+_PLAIN_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    ratio = torch.tensor([1e15, 1.0], requires_grad=True)
+    return ratio.pow(2).sum()
+"""
+
+OVERFLOW = Cause(
+    name="overflow",
+    summary="`{op}` makes a value beyond the range of its type from finite inputs",
+    matches=_plain_overflow,
+    explanation="""\
+Finite numbers whose result exceeds the largest number of their type, 3.4e38 in float32 and bfloat16. Such numbers are
+never sensible activations: weights that were never initialised, a deviation of 1e-30 in a divisor, recurrences that
+grow, or training that diverged some steps earlier.""",
+    example=_PLAIN_EXAMPLE,
+    near_miss=_PLAIN_NEAR_MISS,
+    help="find out why the inputs are so large (uninitialised or diverged weights, a tiny divisor) and bound them",
+    references=("sgl-project/sglang#26772", "emited/VariationalRecurrentNeuralNetwork#2"),
+)
+
+_GRADIENT_EXAMPLE = """\
+import torch
+
+def fails():
+    weight = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    return (weight.float() * 1e6).sum()  # the gradient 1e6 goes back through the cast to float16
+"""
+
+_GRADIENT_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    weight = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    return (weight.float() * 1e6).mean() / 1e3
+"""
+
+GRAD_OVERFLOW_FP16 = Cause(
+    name="grad_overflow_fp16",
+    summary="the gradient of `{op}` is beyond 65504 in float16; it is finite in float32",
+    matches=_half_gradient,
+    explanation="""\
+Loss and activations fit into float16, the gradient does not: a loss that is a sum instead of a mean, a loss scale that
+is too high, a normalisation of small features that multiplies the gradient by their inverse size, the cube inside a
+hand-written GELU. Under autocast the gradient is cast back to float16 where it re-enters the region and turns into inf
+right there.""",
+    example=_GRADIENT_EXAMPLE,
+    near_miss=_GRADIENT_NEAR_MISS,
+    help="lower the loss scale (or take a mean), or run this operation in float32 or bfloat16",
+    references=("pytorch/pytorch#63719", "facebookresearch/fairseq#2235", "unslothai/unsloth-zoo#866"),
+)
+
+_STEEP_EXAMPLE = """\
+import torch
+
+def fails():
+    weight = torch.tensor([1e-35], requires_grad=True)
+    return ((weight * 1e30) * 1e30).sum()  # the value is 1e25, the derivative 1e60
+"""
+
+_STEEP_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    weight = torch.tensor([1e-35], requires_grad=True)
+    return ((weight * 1e15) * 1e15).sum()
+"""
+
+GRAD_OVERFLOW = Cause(
+    name="grad_overflow",
+    summary="the gradient of `{op}` is beyond the range of its own type",
+    matches=_gradient_overflow,
+    explanation="""\
+Every value of the forward pass is finite, and a product of derivatives on the way back is not: long recurrences
+multiply the gradient at every time step, and steep functions in a row multiply their slopes.""",
+    example=_STEEP_EXAMPLE,
+    near_miss=_STEEP_NEAR_MISS,
+    help=(
+        "scale the loss or the steep factor down, shorten the recurrence, or clip the gradient inside of it with a hook"
+    ),
+    references=(),
+)

@@ -1,0 +1,207 @@
+"""The command line: `bisect-nan run`, `explain`, `causes` and `inspect`.
+
+This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
+in a child process (see `bisect_nan.child`).
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from bisect_nan import child
+from bisect_nan.crash import describe_crash
+from bisect_nan.errors import BisectNanError
+from bisect_nan.manifest import Manifest
+from bisect_nan.meter import meter
+from bisect_nan.inspection import to_renderable
+
+app = typer.Typer(
+    name="bisect-nan",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells count it."""
+
+_STATUS = "Exit status: 0 clean · 1 located · 2 usage or unreadable file · 125 cannot tell (not reproduced, flaky, killed)"
+
+
+class Search(enum.StrEnum):
+    """How the culprit is searched."""
+
+    BISECT = "bisect"
+    SCAN = "scan"
+
+
+def main() -> None:
+    """Run the command line; the entry point of `bisect-nan`."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001  (typer calls it with the value of the option)
+    if wanted:
+        typer.echo(f"bisect-nan {importlib.metadata.version('bisect_nan')}")
+        raise typer.Exit
+
+
+@app.callback(epilog=_STATUS)
+def root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Find the one operation that made a training step NaN or Inf, and say what to change."""
+
+
+@app.command(epilog=_STATUS)
+def run(  # noqa: PLR0913  (its parameters are the options)
+    target: Annotated[
+        Path,
+        typer.Argument(
+            show_default=False,
+            help="A crash snapshot (`*.safetensors`), a case file (`*.py`) or a `torch.save` dictionary of tensors.",
+        ),
+    ],
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="MODULE:CALLABLE", help="Builds the model, for a target that holds only tensors.")
+    ] = "",
+    weights: Annotated[
+        str, typer.Option(metavar="FILE", help="State dict for that model (`torch.save` or safetensors).")
+    ] = "",
+    loss: Annotated[
+        str, typer.Option(metavar="MODULE:CALLABLE", help="Called as `loss(output, target)`, if the model does not.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the finding as JSON on stdout, and nothing else there.")
+    ] = False,
+    search: Annotated[
+        Search, typer.Option(help="How to search; `scan` checks after every node: simpler and slower.")
+    ] = Search.BISECT,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where to run, such as `cpu` or `cuda:0`; else where it was recorded.")
+    ] = "",
+    save: Annotated[
+        str, typer.Option(metavar="FILE", help="Keep the snapshot that was captured from a case or from tensors.")
+    ] = "",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Add the chain, the probed cuts, the times and the environment.")
+    ] = False,
+) -> None:
+    """Locate the operation that made a step non-finite, and say why.
+
+    - `bisect-nan run crash.safetensors` looks at a snapshot that `Guard` saved; no code of the model is needed.
+
+    - `bisect-nan run case.py --save crash.safetensors` captures the step of a file that has a function
+      `build()` which returns `{"model": ..., "batch": ..., "step": step(model, batch) -> loss}`.
+
+    - `bisect-nan run crash_step_812.pt --model net.py:build --weights last.pt --loss torch.nn.functional:mse_loss`
+      puts a step together from saved tensors, a model and a loss.
+
+    - `git bisect run bisect-nan run crash.safetensors` works, too.
+    """
+    if not target.is_file():
+        _refuse(BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path"))
+    if save and target.suffix == ".safetensors":
+        _refuse(BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead"))
+    out = Console()
+    with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
+        request = child.Request(
+            target=str(target),
+            model=model,
+            weights=weights,
+            loss=loss,
+            device=device,
+            search=search.value,
+            save=save,
+            json=as_json,
+            verbose=verbose,
+            colour=out.color_system if out.is_terminal else None,
+            scratch=scratch,
+        )
+        try:
+            status = _attend(request)
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+    raise typer.Exit(status)
+
+
+@app.command()
+def explain(name: Annotated[str, typer.Argument(show_default=False, help="A cause, such as `log_of_zero`.")]) -> None:
+    """Explain a cause: what happens, an example, and what to change."""
+    from bisect_nan import causes  # noqa: PLC0415  (the catalog imports torch; no other command needs it here)
+
+    try:
+        text = causes.explain(name)
+    except causes.UnknownCause as error:
+        _refuse(error)
+    out = Console()
+    if out.is_terminal:
+        out.print(Markdown(text))
+    else:
+        typer.echo(text, nl=False)
+
+
+@app.command("causes")
+def list_causes() -> None:
+    """List every cause that can be named, with its summary."""
+    from bisect_nan.causes import CAUSES  # noqa: PLC0415  (as in explain)
+
+    out = Console()
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("cause", style="bold", no_wrap=True)
+    table.add_column("summary")
+    for cause in CAUSES:
+        table.add_row(cause.name, cause.summary.format(op="the operation"))
+    out.print(table, soft_wrap=not out.is_terminal)
+
+
+@app.command()
+def inspect(
+    snapshot: Annotated[Path, typer.Argument(show_default=False, help="A crash snapshot (`*.safetensors`).")],
+) -> None:
+    """Show what a snapshot holds, without executing any of it."""
+    try:
+        manifest = Manifest.read(snapshot)
+    except BisectNanError as error:
+        _refuse(error)
+    Console().print(to_renderable(manifest), soft_wrap=True)
+
+
+def _attend(request: child.Request) -> int:
+    """Have a request done, once more with care if something killed the child; print the answer, return the exit status."""
+    err = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    with meter(err) as progress:
+        end = child.attend(request, progress)
+        if isinstance(end, child.Crash) and not end.wanted:
+            request = replace(request, careful=True)
+            end = child.attend(request, progress)
+    if isinstance(end, child.Crash):
+        err.print(f"error: {describe_crash(end, request)}")
+        return child.CANNOT_TELL
+    for message in end.messages:
+        err.print(message)
+    sys.stdout.write(end.text)
+    return end.status
+
+
+def _refuse(error: BisectNanError) -> NoReturn:
+    """Print an error and end with the status for wrong usage."""
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(child.USAGE)

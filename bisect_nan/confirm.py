@@ -1,0 +1,153 @@
+"""Interventions: neutralise births, run on, and see whether the symptom goes.
+
+Only births are neutralised, never links: replacing a link would heal its birth's fault as well and acquit the birth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.blame import split, typical
+from bisect_nan.errors import ReplayError
+from bisect_nan.replay import Checkpoint, Edit, Env, Executed, Run, Stretch
+from bisect_nan.trace import Birth
+
+Neutral = Callable[[torch.Tensor, Executed | None, int], torch.Tensor | float]
+"""What to put in the place of bad elements: from the tensor, the call that made it (None for a placeholder) and its number."""
+
+
+def _typical(tensor: torch.Tensor, _: Executed | None, __: int) -> float:
+    """The median of the finite elements."""
+    return typical(tensor)
+
+
+def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> torch.Tensor | float:
+    """What the call gives in double precision, clipped to the tensor's own range."""
+    if executed is None or tensor.is_complex():
+        return typical(tensor)
+    try:
+        result = executed.again({n: t.double() if t.is_floating_point() else t for n, t in executed.inputs.items()})[number]
+    except RuntimeError:  # no such kernel in double precision
+        return typical(tensor)
+    limit = torch.finfo(tensor.dtype).max
+    return torch.where(finite.mask(result), typical(tensor), result).clamp(-limit, limit).to(tensor.dtype)
+
+
+NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, lambda *_: 1.0, lambda *_: 0.0)
+"""Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""
+
+
+class Interventions:
+    """Runs a stretch with births neutralised.
+
+    Attributes:
+        runs: Runs made so far.
+    """
+
+    def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], targets: Iterable[int]) -> None:
+        """Prepare.
+
+        Args:
+            stretch: The calls.
+            checkpoints: Where runs can start, ascending, the first at cut 0.
+            targets: The values that must come out finite.
+        """
+        self._stretch, self._checkpoints, self._targets = stretch, checkpoints, tuple(targets)
+        self._neutral = NEUTRALS[0]
+        self.runs = 0
+
+    def heals(self, births: Sequence[Birth]) -> bool:
+        """Whether the symptom goes when all of `births`, and nothing else, are neutralised.
+
+        Remembers which neutral value did it; `still_heals` uses that one.
+        """
+        for neutral in NEUTRALS:
+            if self._finite(births, neutral):
+                self._neutral = neutral
+                return True
+        return False
+
+    def still_heals(self, births: Sequence[Birth]) -> bool:
+        """Whether a part of births that heal together is enough."""
+        return self._finite(births, self._neutral)
+
+    def reduce(self, births: Sequence[Birth]) -> list[Birth]:
+        """Return a smallest part of `births` that heals already, given that all of them together do.
+
+        Releases the latest first: of two births on one path, either of which heals, the earlier one is the root.
+        """
+        kept = list(births)
+
+        def release(candidates: list[Birth]) -> None:
+            rest = [birth for birth in kept if all(birth is not candidate for candidate in candidates)]
+            if rest and self.still_heals(rest):
+                kept[:] = rest
+            elif len(candidates) > 1:
+                middle = len(candidates) // 2
+                release(candidates[middle:])
+                release(candidates[:middle])
+
+        if len(kept) > 1:
+            release(sorted(births, key=lambda birth: birth.node))
+        return kept
+
+    def edits(self, births: Sequence[Birth], neutral: Neutral = _typical) -> dict[int, Edit]:
+        """Return the edits that neutralise the births made by calls."""
+        at: dict[int, list[Birth]] = {}
+        for birth in births:
+            if birth.placeholder is None:
+                at.setdefault(birth.node, []).append(birth)
+        return {node: _edit(group, neutral) for node, group in at.items()}
+
+    def state(self, births: Sequence[Birth], neutral: Neutral = _typical) -> Env:
+        """Return the placeholders among the births with their bad elements neutralised."""
+        start, changed = self._checkpoints[0].env, {}
+        for birth in births:
+            if birth.placeholder is not None:
+                changed[birth.value] = start[birth.value].clone()
+                _replace(changed[birth.value], birth.mask, neutral, None, birth.value)
+        return changed
+
+    def run(self, births: Sequence[Birth], neutral: Neutral = _typical) -> Run:
+        """Run to the end with births neutralised, from the latest checkpoint before the first of them.
+
+        Raises:
+            ReplayError: A call cannot take the neutral values (a size that depends on them, say).
+        """
+        places = [0 if b.placeholder is not None else self._stretch.cut_after(b.node) - 1 for b in births]
+        first = min(places, default=0)
+        checkpoint = [c for c in self._checkpoints if c.cut <= first][-1]
+        self.runs += 1
+        run = Run(self._stretch, checkpoint, self.edits(births, neutral), self.state(births, neutral))
+        run.advance(len(self._stretch))
+        return run
+
+    def _finite(self, births: Sequence[Birth], neutral: Neutral) -> bool:
+        try:
+            run = self.run(births, neutral)
+        except ReplayError:
+            return False
+        return not finite.probe(run.env[target] for target in self._targets)
+
+
+def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
+    def neutralise(executed: Executed) -> None:
+        for birth in births:
+            made = executed.content[birth.value]
+            bad = birth.mask.to(made.device) & finite.mask(made)
+            if bad.any():
+                parts = split(executed, birth.value, bad)
+                own = parts.born | parts.converted if birth.converts else parts.born
+                _replace(made, own, neutral, executed, birth.value)
+
+    return neutralise
+
+
+def _replace(tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, executed: Executed | None, number: int) -> None:
+    """Write neutral values into the elements `mask` of a tensor, in place."""
+    mask = mask.to(tensor.device)
+    value = neutral(tensor, executed, number)
+    tensor[mask] = value[mask] if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)

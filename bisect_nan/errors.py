@@ -1,0 +1,78 @@
+"""The exceptions of bisect_nan, and nothing else.
+
+::
+
+    BisectNanError
+    ├── RecordingError      a step that cannot be recorded
+    ├── ReplayError         a recorded node that cannot be executed here
+    ├── SnapshotError       a file that is not a usable crash snapshot
+    ├── TargetError         a model, loss or case named on the command line that cannot be used
+    └── NonFiniteStep       raised by Guard into a training loop
+
+Every message has three parts: what was got, what was expected, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bisect_nan.finding import Symptom
+
+
+class BisectNanError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+    def __init__(self, got: str, expected: str = "", do: str = "") -> None:
+        """Join the three parts into one message, one part a line.
+
+        Args:
+            got: What was found, with the value that is wrong.
+            expected: What would have been right.
+            do: What the reader can do about it.
+        """
+        self.got, self.expected, self.do = got, expected, do
+        lines = [got, f"expected: {expected}" if expected else "", f"do this: {do}" if do else ""]
+        super().__init__("\n".join(line for line in lines if line))
+
+
+class RecordingError(BisectNanError):
+    """A step cannot be recorded: it returned no loss, or it uses tensors without memory of their own."""
+
+
+class ReplayError(BisectNanError):
+    """A recorded node cannot be executed here.
+
+    Attributes:
+        node: Index of the node that failed; everything before it has run.
+    """
+
+    def __init__(self, got: str, expected: str = "", do: str = "", *, node: int = -1) -> None:
+        """Keep the index of the failing node beside the message."""
+        super().__init__(got, expected, do)
+        self.node = node
+
+
+class SnapshotError(BisectNanError):
+    """A file is no crash snapshot that this release can open. Nothing of the file was executed."""
+
+
+class TargetError(BisectNanError):
+    """A model, loss, weights file or case file that the user named cannot be used."""
+
+
+class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)
+    """A training step came out non-finite; the crash snapshot is already on disk when this is raised.
+
+    Attributes:
+        path: The snapshot file, or None when it could not be written (the message says why).
+        symptom: Where the failure shows.
+    """
+
+    def __init__(self, path: Path | None, symptom: Symptom, problem: str = "") -> None:
+        """Build the message from the symptom and the place of the file."""
+        self.path, self.symptom = path, symptom
+        do = f"bisect-nan run {path}" if path else problem
+        super().__init__(symptom.describe(), do=do)

@@ -1,0 +1,289 @@
+"""The driver: a snapshot goes in, a finding comes out.
+
+1. Reproduce: run to the symptom; it must be the recorded one, else nothing is blamed.
+2. State first: if a parameter, a buffer or the batch holds bad values, neutralise those and see.
+3. Search: between the last clean checkpoint and the symptom, bisect for the call that made the frontier dirty; NaN before Inf.
+4. Confirm: follow its bad elements back to their births (an infinity that no literal explains is the root of a NaN); neutralise
+   the births; the symptom must go.
+5. Where it stays, follow all bad elements of the symptom back, collect every birth on the way, and let interventions decide.
+6. Explain what is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bisect_nan import finite, search
+from bisect_nan.confirm import Interventions
+from bisect_nan.dependence import Dependence
+from bisect_nan.errors import ReplayError
+from bisect_nan.explain import Examination
+from bisect_nan.finding import Finding, Innocent, SearchCost, Verdict
+from bisect_nan.finite import NonFinite
+from bisect_nan.program import Program
+from bisect_nan.replay import Checkpoint, Run, Stretch, own_generator
+from bisect_nan.reproduce import Pass, walk
+from bisect_nan.search import Answer, Bracket, Outcome
+from bisect_nan.snapshot import Snapshot
+from bisect_nan.trace import Birth, Trail, execute, is_mask
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage, how far it is, and how far it goes."""
+
+_ATTEMPTS = 3
+"""Replays before a symptom that does not show again is called not reproduced."""
+
+_ROUNDS = 8
+"""Times that births which showed only after others were neutralised are collected."""
+
+
+def locate(snapshot: Snapshot, *, search: str = "bisect", progress: Progress | None = None, careful: bool = False) -> Finding:
+    """Find the operation that made a recorded step non-finite.
+
+    Args:
+        snapshot: The step.
+        search: `bisect`, or `scan` to probe after every call.
+        progress: Told about long work.
+        careful: Announce every call through `progress` before it runs, for steps that end the process.
+
+    Raises:
+        ReplayError: A call of the program cannot be executed here.
+        SnapshotError: The captured tensors have been written to since.
+    """
+    if snapshot.observed is None:
+        cost = SearchCost(nodes=len(snapshot.program.nodes))
+        return Finding(Verdict.CLEAN, search=cost, loss=snapshot.loss)
+    with own_generator():
+        return _Case(snapshot, search, progress, careful).finding()
+
+
+class _Case:
+    """One snapshot under investigation."""
+
+    def __init__(self, snapshot: Snapshot, method: str, progress: Progress | None, careful: bool) -> None:
+        assert snapshot.observed is not None
+        self.snapshot, self.program, self.observed = snapshot, snapshot.program, snapshot.observed
+        self.method = {"bisect": search.bisect, "scan": search.scan}[method]
+        self.progress = progress or (lambda *_: None)
+        self.dependence = Dependence(self.program)
+        numbers = self.program.targets.of(self.observed.symptom.kind)
+        self.targets = [numbers[name] for name in self.observed.names]
+        announce = (lambda node: self.progress("replay", node, len(self.program.nodes))) if careful else None
+        self.stretch = Stretch(self.program, self.dependence.slice(self.targets), self.targets, announce)
+        self.start = self.stretch.start(snapshot.tensors())
+        self.first = self.stretch.cut_after(self.dependence.finished(self.targets[:1]) - 1) if self.stretch.nodes else 0
+        self.seconds: dict[str, float] = {}
+        self.probes = self.executed = self.replays = 0
+        self.cuts: list[tuple[int, str]] = []
+        self._clock = time.perf_counter()
+
+    def finding(self) -> Finding:
+        reproduced, verdict = self._reproduce()
+        if reproduced is None:
+            return self._answer(verdict, [], [], None)
+        births, innocents, passed = self._culprits(reproduced)
+        self._stop("confirm")
+        if not births:
+            return self._answer(Verdict.INCONCLUSIVE, [], innocents, None)
+        return self._answer(Verdict.LOCATED, births, innocents, passed)
+
+    # --- 1. reproduce -----------------------------------------------------------------------------------------------------
+
+    def _reproduce(self) -> tuple[Pass | None, Verdict]:
+        shown = 0
+        for attempt in range(1, _ATTEMPTS + 1):
+            done = walk(self.stretch, self.start, self.first, progress=lambda at, of: self.progress("replay", at, of))
+            self.replays += 1
+            if self._same(done.run):
+                shown += 1
+                if attempt == 1:
+                    break
+        self._stop("replay")
+        if shown == 0:
+            return None, Verdict.NOT_REPRODUCED
+        if attempt > 1:
+            return None, Verdict.FLAKY
+        self.probes += done.probes
+        self.cuts += [(c.cut, "dirty" if dirty else "clean") for c, dirty in zip(done.checkpoints, done.frontier, strict=True)]
+        return done, Verdict.LOCATED
+
+    def _same(self, run: Run) -> bool:
+        """Whether a run shows the recorded symptom: bit for bit where it was recorded, in the same elements elsewhere."""
+        replayed, recorded = run.env[self.targets[0]], self.observed.tensor
+        if not self.snapshot.differences():
+            return finite.same(replayed.cpu(), recorded.cpu())
+        kinds = (NonFinite.NAN, NonFinite.INF)
+        return replayed.shape == recorded.shape and all(
+            bool((finite.mask(replayed, kind).cpu() == finite.mask(recorded, kind).cpu()).all()) for kind in kinds
+        )
+
+    # --- 2. to 5. ---------------------------------------------------------------------------------------------------------
+
+    def _culprits(self, done: Pass) -> tuple[list[Birth], list[Birth], Pass]:
+        """Return the births that make the symptom, those that were acquitted, and the pass whose checkpoints reach the end."""
+        self.court = Interventions(self.stretch, done.checkpoints, self.targets)
+        state = self._bad_state()
+        if state and self.court.heals(state):
+            guilty = self.court.reduce(state)
+            return guilty, [birth for birth in state if birth not in guilty], done
+        if not state:
+            found = self._search(done)
+            if found is not None:
+                return *found, done
+        return *self._collect(done, state), done
+
+    def _bad_state(self) -> list[Birth]:
+        """Return the inputs, parameters and buffers with bad elements; infinities that look like a mask are no fault."""
+        births = []
+        placeholders = {p.value: p for p in self.program.placeholders}
+        if not finite.probe(self.start.env.values()):
+            return []
+        for value, tensor in self.start.env.items():
+            if finite.probe([tensor]) and not is_mask(tensor):
+                births.append(Birth(-1, value, finite.mask(tensor), placeholder=placeholders[value]))
+        return births
+
+    def _search(self, done: Pass) -> tuple[list[Birth], list[Birth]] | None:
+        """Bisect for one birth and confirm it; None when it is not the whole answer."""
+        nan = "nan" in self.observed.symptom.nonfinite
+        kinds = NonFinite.NAN if nan else NonFinite.ANY
+        clean = done.clean_before(self.first, kinds)
+        if clean is None:
+            return None
+        later = [c.cut for c in done.checkpoints if c.cut > clean.cut]
+        outcome, checkpoint = self._bisect(clean, min([*later, self.first]), kinds, done.probe_seconds / done.probes)
+        self._stop("search")
+        node = outcome.bracket.node
+        if node is None:
+            return None
+        trail = Trail(self.stretch, [*[c for c in done.checkpoints if c.cut < checkpoint.cut], checkpoint])
+        (executed,) = execute(self.stretch, checkpoint, node + 1)
+        for number, tensor in executed.content.items():
+            mask = finite.mask(tensor, kinds)
+            if mask.any():
+                trail.explain(executed, number, mask)
+        trail.follow(node)
+        return self._judge(trail.births)
+
+    def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
+        runner = _Runner(self.stretch, start, kinds)
+        before = self.stretch.executed
+        outcome = self.method(runner, self.stretch.costs, Bracket(start.cut, dirty), probe_cost=probe_cost)
+        self.executed += self.stretch.executed - before
+        self.probes += outcome.probes
+        words = {Answer.FINITE: "clean", Answer.NONFINITE: "dirty", Answer.UNKNOWN: "unknown"}
+        self.cuts += [(cut, words[answer]) for cut, answer in outcome.cuts]
+        return outcome, runner.checkpoint
+
+    def _judge(self, births: Sequence[Birth]) -> tuple[list[Birth], list[Birth]] | None:
+        """Let interventions decide which births make the symptom; None when none of them does.
+
+        Infinities that no literal explains come before the NaN that is made of infinities, and intended infinities last.
+        """
+        roots = [birth for birth in births if not birth.intended and not birth.converts]
+        makers = [birth for birth in births if birth.converts]
+        intended = [birth for birth in births if birth.intended]
+        suspects: list[Birth] = []
+        for group in (roots, makers, intended):
+            suspects = [*suspects, *group]
+            if group and self.court.heals(suspects):
+                guilty = self.court.reduce(suspects)
+                return guilty, [birth for birth in births if all(birth is not g for g in guilty)]
+        return None
+
+    def _collect(self, done: Pass, state: Sequence[Birth]) -> tuple[list[Birth], list[Birth]]:
+        """Follow the whole symptom back; where births show only after others are neutralised, go round again."""
+        known: list[Birth] = []
+        for _ in range(_ROUNDS):
+            edits, start = self.court.edits(known), self.court.state(known)
+            try:
+                passed = walk(self.stretch, self.start, len(self.stretch), edits=edits, state=start)
+            except ReplayError:
+                break
+            self.replays += 1
+            trail = Trail(self.stretch, passed.checkpoints, edits)
+            for target in self.targets:
+                trail.marks.add(target, finite.mask(passed.run.env[target]))
+            trail.follow(len(self.stretch))
+            fresh = [birth for birth in trail.births if not _known(birth, known)]
+            if not fresh:
+                break
+            known += fresh
+            judged = self._judge(known)
+            if judged is not None:
+                return judged
+        return [], known
+
+    # --- the answer -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None) -> Finding:
+        culprits = ()
+        if done is not None and births:
+            culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(births, innocents)
+            self._stop("explain")
+        self.seconds["total"] = sum(self.seconds.values())
+        court = getattr(self, "court", None)
+        cost = SearchCost(
+            nodes=len(self.program.nodes),
+            executed=self.executed,
+            probes=self.probes,
+            replays=self.replays + (court.runs if court else 0),
+            replayed=self.stretch.executed - self.executed,
+            seconds=self.seconds,
+            cuts=tuple(self.cuts),
+        )
+        return Finding(
+            verdict=verdict,
+            symptom=self.observed.symptom,
+            culprits=culprits,
+            innocents=tuple(_innocent(self.program, birth) for birth in innocents),
+            search=cost,
+            environment=self.snapshot.differences(),
+            loss=self.snapshot.loss,
+        )
+
+    def _stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._clock
+        self._clock = now
+
+
+@dataclass(slots=True)
+class _Runner:
+    """What the search executes: runs from its checkpoint to a cut, and what the frontier gained on the way."""
+
+    stretch: Stretch
+    checkpoint: Checkpoint
+    kinds: NonFinite
+    _latest: Run | None = None
+
+    def run_to(self, cut: int) -> Answer:
+        try:
+            run = Run(self.stretch, self.checkpoint)
+            run.advance(cut)
+        except ReplayError:
+            return Answer.UNKNOWN
+        self._latest = run
+        return Answer.NONFINITE if finite.has(run.frontier(self.checkpoint.cut), self.kinds) else Answer.FINITE
+
+    def keep(self, cut: int) -> None:
+        assert self._latest is not None
+        assert self._latest.cut == cut
+        self.checkpoint = self._latest.checkpoint()
+
+
+def _known(birth: Birth, known: Sequence[Birth]) -> bool:
+    return any(
+        other.node == birth.node and other.value == birth.value and other.converts == birth.converts and bool((other.mask >= birth.mask).all())
+        for other in known
+    )
+
+
+def _innocent(program: Program, birth: Birth) -> Innocent:
+    why = "an infinity that the program wrote on purpose" if birth.intended else "neutralising it does not change the symptom"
+    if birth.placeholder is not None:
+        return Innocent(-1, "", birth.placeholder.name, None, why)
+    node = program.nodes[birth.node]
+    return Innocent(node.index, str(node.target), "", program.source(node), why)

@@ -1,0 +1,234 @@
+"""A recorded step: a straight line of ATen calls over numbered values.
+
+Every tensor that the step made or met is a *value* with a number and a fixed geometry in a numbered *storage*; a call refers to
+values by `Ref`. Views share a storage, in-place calls write to one: that is all an analysis has to know of aliasing.
+`Program.graph()` is the same program as a plain `torch.fx.Graph`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bisect_nan.finding import Phase, SourceLine
+
+NO_STORAGE = -1
+"""Storage number of values that own no memory (sparse tensors, implicit zeros)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is value number `value`."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorRef:
+    """An argument that is the step's random generator number `index` (0 is the default generator of the CPU)."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the program.
+
+    Attributes:
+        storage: Number of its storage.
+        dtype: Element type.
+        shape: Sizes.
+        stride: Strides, in elements.
+        offset: Offset into the storage, in elements.
+        device: Where it lives.
+        conj: Whether it is a lazily conjugated view.
+        neg: Whether it is a lazily negated view.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A value that existed before the step, or that came from outside torch.
+
+    Attributes:
+        value: Its number.
+        phase: INPUT, PARAMETER or BUFFER; OPTIMIZER for optimizer state.
+        name: Path of the tensor (`layers.0.weight`, `batch['depth']`); for a constant, the line that first used it.
+        constant: Whether the tensor was made by the step itself outside torch's dispatcher (a literal, a NumPy array).
+    """
+
+    value: int
+    phase: Phase
+    name: str
+    constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One ATen call.
+
+    Attributes:
+        index: Its position in the program.
+        target: The overload that was called.
+        args: Positional arguments; tensors as `Ref`, generators as `GeneratorRef`, in nested lists and tuples where they were.
+        kwargs: Keyword arguments, likewise.
+        outputs: Value numbers of the returned tensors, flattened; None for an undefined tensor.
+        writes: Storages that the call wrote to in place.
+        written: Value numbers of the arguments that it wrote to.
+        phase: In which part of the step it ran: FORWARD, BACKWARD or OPTIMIZER.
+        autograd: Name of the autograd node that ran it (`SqrtBackward0`), None outside of any backward pass.
+        forward: Index of the node whose derivative it computes; None for forward calls and for Python code run in backward.
+        module: Path of the module whose `forward` made the call.
+        source: Innermost Python line outside torch, or None for a derivative (see `Program.source`).
+        cost: Seconds it took while recording.
+        grad: Whether gradients were enabled: kernels may keep more for the backward pass then.
+        random: Whether it draws random numbers.
+        generator: State that the random generator must be set to before the call, where it is not the continuation of the
+            previous random call; else None.
+        memory: What uninitialised memory (`empty` and its kin) held when it was first read; None when it never was.
+    """
+
+    index: int
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[int | None, ...]
+    writes: tuple[int, ...]
+    written: tuple[int, ...]
+    phase: Phase
+    autograd: str | None
+    forward: int | None
+    module: str
+    source: SourceLine | None
+    cost: float
+    grad: bool = False
+    random: bool = False
+    generator: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
+
+    def inputs(self) -> Iterator[int]:
+        """Yield the value numbers of its tensor arguments, in order."""
+        yield from _references(self.args)
+        yield from _references(self.kwargs.values())
+
+    @property
+    def literals(self) -> Iterator[float]:
+        """The Python numbers among its arguments."""
+        for item in _flat([*self.args, *self.kwargs.values()]):
+            if isinstance(item, int | float) and not isinstance(item, bool):
+                yield float(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The values that a step is judged by, as they are when the program ends.
+
+    Attributes:
+        loss: Value number of the loss.
+        gradients: Value numbers by parameter path; empty when the backward pass was not recorded.
+        buffers: Value numbers of the buffers that the step wrote to.
+        parameters: Value numbers of the parameters that the optimizer's step wrote to.
+    """
+
+    loss: int
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, kind: str) -> Mapping[str, int]:
+        """Return the targets of a symptom's kind (`loss`, `gradient`, `buffer`, `parameter`) by name."""
+        table: dict[str, Mapping[str, int]] = {
+            "loss": {"loss": self.loss},
+            "gradient": self.gradients,
+            "buffer": self.buffers,
+            "parameter": self.parameters,
+        }
+        return table[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A step as executed: placeholders, then calls in execution order, forward, backward and optimizer.
+
+    Attributes:
+        values: All values, by number.
+        placeholders: Values that the step did not make itself.
+        nodes: The calls; `nodes[i].index == i`.
+        targets: What the step is judged by.
+    """
+
+    values: Sequence[Value]
+    placeholders: Sequence[Placeholder]
+    nodes: Sequence[Node]
+    targets: Targets
+
+    def source(self, node: Node) -> SourceLine | None:
+        """The line to look at: the node's own, or that of the forward node whose derivative it computes."""
+        return self.origin(node).source
+
+    def origin(self, node: Node) -> Node:
+        """Return the node of the forward pass behind a derivative (through inner and double backward), or the node itself."""
+        while node.source is None and node.forward is not None:
+            node = self.nodes[node.forward]
+        return node
+
+    def graph(self) -> torch.fx.Graph:
+        """Return the program as a `torch.fx.Graph`: one placeholder per outside value, one `call_function` per call.
+
+        `meta` of a node holds `index`, `source`, `module` and `phase`. `torch.fx.Interpreter` runs it (without restoring
+        generators or uninitialised memory, which only `bisect_nan.replay` does).
+        """
+        graph = torch.fx.Graph()
+        made: dict[int, torch.fx.Node] = {}
+        for placeholder in self.placeholders:
+            made[placeholder.value] = graph.placeholder(f"value_{placeholder.value}")
+            made[placeholder.value].meta.update(name=placeholder.name, phase=placeholder.phase)
+        for node in self.nodes:
+            args, kwargs = substitute(node.args, made.__getitem__), substitute(dict(node.kwargs), made.__getitem__)
+            call = graph.call_function(node.target, args, kwargs)
+            call.meta.update(index=node.index, source=node.source, module=node.module, phase=node.phase)
+            returns = node.target._schema.returns  # noqa: SLF001  (FunctionSchema has no public accessor)
+            single = len(node.outputs) == 1 and len(returns) == 1 and str(returns[0].type) == "Tensor"
+            for place, value in enumerate(node.outputs):
+                if value is not None and value not in made:
+                    made[value] = call if single else graph.call_function(operator.getitem, (call, place))
+        graph.output(made[self.targets.loss])
+        return graph
+
+
+def substitute(item: Any, tensor: Callable[[int], Any], generator: Callable[[int], Any] = GeneratorRef) -> Any:
+    """Replace every `Ref` in nested lists, tuples and dicts by `tensor(number)`, every `GeneratorRef` by `generator(index)`."""
+    if isinstance(item, Ref):
+        return tensor(item.value)
+    if isinstance(item, GeneratorRef):
+        return generator(item.index)
+    if isinstance(item, list | tuple):
+        return type(item)([substitute(part, tensor, generator) for part in item])
+    if isinstance(item, Mapping):
+        return {key: substitute(part, tensor, generator) for key, part in item.items()}
+    return item
+
+
+def _flat(items: Any) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, list | tuple):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _references(items: Any) -> Iterator[int]:
+    return (item.value for item in _flat(items) if isinstance(item, Ref))

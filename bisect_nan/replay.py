@@ -1,0 +1,370 @@
+"""Runs a stretch of a program: from a checkpoint to a cut, with interventions, as often as needed.
+
+A `Stretch` is a program reduced to the calls that some target values need; cuts count its calls. A checkpoint is the frontier at a
+cut: references, and copies only of memory that a later call writes to, so that no run can spoil what another one starts from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.errors import ReplayError
+from bisect_nan.finite import NonFinite
+from bisect_nan.program import NO_STORAGE, GeneratorRef, Node, Program, Ref, Value, substitute
+
+Env = dict[int, torch.Tensor]
+"""Tensors by value number."""
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Everything that a run needs to go on from a cut.
+
+    Attributes:
+        cut: How many calls of the stretch have run.
+        env: The values alive there; their memory is never written to by a run.
+        generators: State of the random generators, by index.
+    """
+
+    cut: int
+    env: Env
+    generators: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """A call with its live values.
+
+    Attributes:
+        node: The call.
+        inputs: Its tensor arguments as they were before it, by value number.
+        content: What it made or wrote, as it was right after, by value number.
+        generator: State of the default generator before a random call.
+    """
+
+    node: Node
+    inputs: Env
+    content: Env
+    generator: torch.Tensor | None = None
+
+    def again(self, inputs: Env) -> Env:
+        """Run the call on other inputs, which are not changed, and return what it makes or writes."""
+        with as_recorded():
+            return self.differentiably(inputs)
+
+    def differentiably(self, inputs: Env) -> Env:
+        """Do the same under the caller's autograd settings."""
+        node = self.node
+        own = {number: tensor.clone() if number in node.written else tensor for number, tensor in inputs.items()}
+        if self.generator is not None:
+            torch.default_generator.set_state(self.generator)
+        arguments = substitute(node.args, own.__getitem__, lambda _: torch.Generator())
+        result = tensors(node.target(*arguments, **substitute(node.kwargs, own.__getitem__, lambda _: torch.Generator())))
+        made = {number: own[number] for number in node.written}
+        made |= {n: t for n, t in zip(node.outputs, result, strict=False) if n is not None and t is not None}
+        return made
+
+
+Edit = Callable[[Executed], None]
+"""Looks at a call that has just run, and may change the elements of its `content` in place."""
+
+
+class Stretch:
+    """The calls of a program that some targets need, ready to run.
+
+    Attributes:
+        program: The whole program.
+        nodes: The calls, in order; cut k lies behind the first k of them.
+        targets: Value numbers that are kept alive to the end.
+        executed: Calls executed so far, by all runs.
+        announce: Told the program index before every call, where a call may end the process.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        order: Sequence[int],
+        targets: Iterable[int],
+        announce: Callable[[int], None] | None = None,
+    ) -> None:
+        """Work out once when each value is born and used last, and when each memory is written."""
+        self.program = program
+        self.nodes = [program.nodes[index] for index in order]
+        self.targets = frozenset(targets)
+        self.executed = 0
+        self.announce = announce
+        self._place = {node.index: place for place, node in enumerate(self.nodes)}
+        last_use: dict[int, int] = {}
+        changes: dict[int, list[int]] = {}
+        for place, node in enumerate(self.nodes):
+            for value in [*node.inputs(), *(output for output in node.outputs if output is not None)]:
+                last_use[value] = place
+            for output in node.outputs:
+                storage = program.values[output].storage if output is not None else NO_STORAGE
+                if storage != NO_STORAGE and storage not in changes:
+                    changes[storage] = [place]
+            for storage in node.writes:
+                changes.setdefault(storage, []).append(place)
+        for placeholder in program.placeholders:
+            storage = program.values[placeholder.value].storage
+            if storage in changes:
+                changes[storage] = [place for place in changes[storage] if storage in self.nodes[place].writes]
+        self._last_use = last_use
+        self._changes = {storage: sorted(set(places)) for storage, places in changes.items() if places}
+        self._free: list[list[int]] = [[] for _ in self.nodes]
+        for value, place in last_use.items():
+            if value not in self.targets:
+                self._free[place].append(value)
+
+    def __len__(self) -> int:
+        """Return the number of calls; the last cut."""
+        return len(self.nodes)
+
+    @property
+    def costs(self) -> list[float]:
+        """Seconds that each call took while recording."""
+        return [node.cost for node in self.nodes]
+
+    def cut_after(self, index: int) -> int:
+        """Return the cut just behind the program's node `index`."""
+        return self._place[index] + 1
+
+    def has(self, index: int) -> bool:
+        """Whether the program's node `index` belongs to the stretch."""
+        return index in self._place
+
+    def start(self, tensors: Mapping[int, torch.Tensor]) -> Checkpoint:
+        """Return the checkpoint at cut 0.
+
+        Args:
+            tensors: The placeholders' tensors by value number; they are never written to.
+        """
+        wanted = {value for node in self.nodes for value in node.inputs()} | self.targets
+        return Checkpoint(0, {value: tensor for value, tensor in tensors.items() if value in wanted})
+
+    def changed(self, storage: int, since: int, cut: int) -> bool:
+        """Whether a memory was made or written by the calls between two cuts."""
+        places = self._changes.get(storage)
+        return places is not None and bisect_right(places, cut - 1) > bisect_right(places, since - 1)
+
+    def written_later(self, storage: int, cut: int) -> bool:
+        """Whether a call behind the cut writes to a memory."""
+        places = self._changes.get(storage)
+        return places is not None and places[-1] >= cut
+
+    def free(self, place: int) -> Sequence[int]:
+        """Return the values that no call behind `place` needs."""
+        return self._free[place]
+
+    def own(self, env: Env, cut: int) -> Env:
+        """Return `env` with fresh copies of every memory that a call behind the cut writes to."""
+        values, copies, owned = self.program.values, {}, dict(env)
+        for number, tensor in env.items():
+            value = values[number]
+            if value.storage == NO_STORAGE or not self.written_later(value.storage, cut):
+                continue
+            copy = copies.get(value.storage)
+            if copy is None:
+                copy = copies[value.storage] = tensor.untyped_storage().clone()
+            owned[number] = view(copy, tensor)
+        return owned
+
+
+class Run:
+    """One execution of a stretch, from a checkpoint on.
+
+    Attributes:
+        cut: How many calls have run.
+        env: The values alive now.
+    """
+
+    def __init__(
+        self, stretch: Stretch, checkpoint: Checkpoint, edits: Mapping[int, Edit] | None = None, state: Env | None = None
+    ) -> None:
+        """Take over the checkpoint's values.
+
+        Args:
+            stretch: The calls.
+            checkpoint: Where to start.
+            edits: By program index: what to do to a call's results before anything reads them.
+            state: Tensors that replace values of the checkpoint.
+        """
+        self._stretch, self._edits = stretch, edits or {}
+        self._changed = bool(edits or state)
+        self.cut = checkpoint.cut
+        self.env = stretch.own({**checkpoint.env, **(state or {})}, checkpoint.cut)
+        self._generators: dict[int, torch.Generator] = {}
+        for index, saved in checkpoint.generators.items():
+            self._generator(index).set_state(saved)
+
+    def advance(self, cut: int, visit: Edit | None = None) -> None:
+        """Execute the calls up to a cut.
+
+        Args:
+            cut: Where to stop.
+            visit: Sees every call with its live values; those that a call before `cut` overwrites are copies.
+
+        Raises:
+            ReplayError: A call failed.
+        """
+        with as_recorded():
+            self._advance(cut, visit)
+
+    def _advance(self, cut: int, visit: Edit | None) -> None:
+        env, stretch, grad = self.env, self._stretch, torch.is_grad_enabled()
+        for place in range(self.cut, cut):
+            node = stretch.nodes[place]
+            if node.grad is not grad:  # some kernels keep a workspace for the backward pass only then (mkldnn_rnn_layer)
+                torch._C._set_grad_enabled(node.grad)
+                grad = node.grad
+            if stretch.announce is not None:
+                stretch.announce(node.index)
+            edit = self._edits.get(node.index)
+            seen = None if edit is None and visit is None else self._before(node, place, cut if visit else place + 1)
+            try:
+                results = self._call(node)
+            except Exception as problem:
+                raise _failure(node, problem) from problem
+            for number, result in zip(node.outputs, results, strict=False):
+                if number is not None and result is not None:
+                    env[number] = result
+            if self._changed:
+                self._check_path(node)
+            self.cut = place + 1
+            if seen is not None:
+                self._show(seen, edit, visit, cut)
+            for number in stretch.free(place):
+                env.pop(number, None)
+
+    def _check_path(self, node: Node) -> None:
+        """Raise when other values gave a result another size: the recorded calls are then no longer what the step would do."""
+        for number in node.outputs:
+            if number is None or number not in self.env:
+                continue
+            expected = self._stretch.program.values[number].shape
+            if self.env[number].shape != expected:
+                raise ReplayError(
+                    f"node {node.index} ({node.target}) gave shape {tuple(self.env[number].shape)}",
+                    f"{expected}, as recorded",
+                    "treat this change of values as one that the recorded program cannot follow",
+                    node=node.index,
+                )
+
+    def _before(self, node: Node, place: int, until: int) -> Executed:
+        state = torch.default_generator.get_state() if node.random and node.generator is None else node.generator
+        return Executed(node, self._kept(node.inputs(), place, until), {}, state)
+
+    def _show(self, seen: Executed, edit: Edit | None, visit: Edit | None, until: int) -> None:
+        numbers = [n for n in dict.fromkeys([*seen.node.outputs, *seen.node.written]) if n is not None and n in self.env]
+        if edit is not None:
+            edit(replace(seen, content={number: self.env[number] for number in numbers}))
+        if visit is not None:
+            visit(replace(seen, content=self._kept(numbers, self.cut, until)))
+
+    def _kept(self, numbers: Iterable[int], place: int, until: int) -> Env:
+        """Return values, copied where a call from `place` up to `until` overwrites them."""
+        values, stretch = self._stretch.program.values, self._stretch
+        return {n: self.env[n].clone() if stretch.changed(values[n].storage, place, until) else self.env[n] for n in numbers}
+
+    def _call(self, node: Node) -> Iterable[torch.Tensor | None]:
+        env = self.env
+        arguments = [env[item.value] if type(item) is Ref else self._bound(item) for item in node.args]
+        keywords = {key: self._bound(item) for key, item in node.kwargs.items()} if node.kwargs else {}
+        if node.generator is not None:
+            self._generator(_generator_of(node)).set_state(node.generator)
+        self._stretch.executed += 1
+        if node.memory is not None:
+            return [node.memory.clone(memory_format=torch.preserve_format)]
+        return tensors(node.target(*arguments, **keywords))
+
+    def _bound(self, item: Any) -> Any:
+        if type(item) is Ref:
+            return self.env[item.value]
+        if isinstance(item, list | tuple | GeneratorRef):
+            return substitute(item, self.env.__getitem__, self._generator)
+        return item
+
+    def _generator(self, index: int) -> torch.Generator:
+        """Return a generator of the replay: the process's default one for number 0, else one of its own."""
+        if index == 0:
+            return torch.default_generator
+        return self._generators.setdefault(index, torch.Generator())
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the present frontier; the run may go on."""
+        states = {0: torch.default_generator.get_state()} | {i: g.get_state() for i, g in self._generators.items()}
+        return Checkpoint(self.cut, self._stretch.own(self.env, self.cut), states)
+
+    def frontier(self, since: int) -> list[torch.Tensor]:
+        """Return the values alive now whose memory was made or written behind the cut `since`, one per distinct view."""
+        values, found = self._stretch.program.values, {}
+        for number, tensor in self.env.items():
+            value: Value = values[number]
+            if value.storage == NO_STORAGE:
+                found[number] = tensor
+            elif self._stretch.changed(value.storage, since, self.cut):
+                found[value.storage, value.offset, value.shape, value.stride] = tensor
+        return list(found.values())
+
+    def probe(self, since: int) -> NonFinite:
+        """Return the kinds of non-finite value that the frontier gained behind the cut `since`."""
+        return finite.probe(self.frontier(since))
+
+
+@contextlib.contextmanager
+def as_recorded() -> Iterator[None]:
+    """Run calls as the recorder saw them: below autograd (torch 2.6 to 2.13) and autocast, without building a graph."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def own_generator() -> Iterator[None]:
+    """Leave the process's random generator as it is."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shows `storage` as `like` shows its own."""
+    shown = torch.empty(0, dtype=like.dtype, device=storage.device)
+    shown.set_(storage, like.storage_offset(), like.shape, like.stride())
+    shown = torch._conj(shown) if like.is_conj() else shown
+    return torch._neg_view(shown) if like.is_neg() else shown
+
+
+def tensors(item: Any) -> list[torch.Tensor | None]:
+    """Return the tensors of a call's result, flattened in order; None where one is undefined."""
+    if isinstance(item, torch.Tensor) or item is None:
+        return [item]
+    if isinstance(item, list | tuple):
+        return [tensor for part in item for tensor in tensors(part)]
+    return []
+
+
+def _generator_of(node: Node) -> int:
+    explicit = [item.index for item in [*node.args, *node.kwargs.values()] if isinstance(item, GeneratorRef)]
+    return explicit[0] if explicit else 0
+
+
+def _failure(node: Node, problem: Exception) -> ReplayError:
+    where = f" at {node.source}" if node.source else ""
+    return ReplayError(
+        f"node {node.index} ({node.target}{where}) cannot be executed here: {problem}",
+        "a torch build and a device that have this kernel",
+        "open the snapshot where it was recorded, or move it with --device",
+        node=node.index,
+    )

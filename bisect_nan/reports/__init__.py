@@ -1,0 +1,8 @@
+"""A finding as people and programs read it; nothing here looks at live values.
+
+Programs read `Finding.to_dict`, which is the JSON form already.
+"""
+
+from bisect_nan.reports.terminal import to_renderable, to_text
+
+__all__ = ["to_renderable", "to_text"]

@@ -1,0 +1,95 @@
+"""The pass that shows the recorded symptom again, and on its way leaves checkpoints and looks at the frontier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.finite import NonFinite
+from bisect_nan.program import NO_STORAGE
+from bisect_nan.replay import Checkpoint, Edit, Env, Run, Stretch
+from bisect_nan.search import sections
+
+_SECTIONS = 16
+"""Checkpoints of a pass: a refinement then executes at most a sixteenth of it, and a frontier is mostly references."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run over a stretch.
+
+    Attributes:
+        run: The run, at its latest cut.
+        checkpoints: Where later runs can start, ascending, the first at cut 0.
+        frontier: The kinds of non-finite value in the frontier at each checkpoint's cut.
+        probe_seconds: What the probes took.
+        probes: How many there were.
+    """
+
+    run: Run
+    checkpoints: list[Checkpoint]
+    frontier: list[NonFinite] = field(default_factory=list)
+    probe_seconds: float = 0.0
+    probes: int = 0
+    _bad: dict[int, NonFinite] = field(default_factory=dict)
+
+    def clean_before(self, cut: int, kinds: NonFinite) -> Checkpoint | None:
+        """Return the last checkpoint before `cut` whose frontier is free of `kinds`; all behind it are dirty."""
+        pairs = zip(self.checkpoints, self.frontier, strict=True)
+        clean = [checkpoint for checkpoint, dirty in pairs if checkpoint.cut < cut and not dirty & kinds]
+        return clean[-1] if clean else None
+
+
+def walk(
+    stretch: Stretch,
+    start: Checkpoint,
+    cut: int,
+    *,
+    edits: Mapping[int, Edit] | None = None,
+    state: Env | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Pass:
+    """Run a stretch from cut 0 to `cut`, with a checkpoint and a probe at cuts of about equal cost."""
+    run = Run(stretch, start, edits, state)
+    done = Pass(run, [])
+    _look(done, stretch, 0)
+    for stop in [*_stops(stretch, cut), cut]:
+        since = run.cut
+        run.advance(stop)
+        if stop < cut:
+            _look(done, stretch, since)
+        if progress is not None:
+            progress(stop, len(stretch))
+    return done
+
+
+def _stops(stretch: Stretch, cut: int) -> Sequence[int]:
+    count = min(_SECTIONS, max(2, cut // 4))
+    return sections(stretch.costs[:cut], count) if cut > 1 else []
+
+
+def _look(done: Pass, stretch: Stretch, since: int) -> None:
+    """Take a checkpoint and note what the frontier holds; only what changed since the last look is read again."""
+    start, run = time.perf_counter(), done.run
+    values = stretch.program.values
+
+    def fresh(number: int) -> bool:
+        storage = values[number].storage
+        return not done.checkpoints or storage == NO_STORAGE or stretch.changed(storage, since, run.cut)
+
+    changed: dict[int, torch.Tensor] = {number: tensor for number, tensor in run.env.items() if fresh(number)}
+    done._bad = {n: kinds for n, kinds in done._bad.items() if n in run.env and n not in changed}
+    if finite.probe(changed.values()):
+        flags = {number: finite.kinds(tensor) for number, tensor in changed.items()}
+        done._bad |= {number: kinds for number, kinds in flags.items() if kinds}
+    found = NonFinite(0)
+    for kinds in done._bad.values():
+        found |= kinds
+    done.probe_seconds += time.perf_counter() - start
+    done.probes += 1
+    done.checkpoints.append(run.checkpoint())
+    done.frontier.append(found)

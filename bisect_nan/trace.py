@@ -1,0 +1,172 @@
+"""Follows bad elements back from where they show to where they were born, element by element.
+
+Marks live in memory, not on tensors: a view or an in-place call then needs no rule of its own. Walking back, the call that last
+wrote a marked element is asked which of its input elements made it bad; those are marked in its stead. Elements that no bad input
+explains are births.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.blame import responsible, split
+from bisect_nan.finite import NonFinite
+from bisect_nan.program import NO_STORAGE, Placeholder, Program, Value
+from bisect_nan.replay import Checkpoint, Edit, Executed, Run, Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Elements that became bad at one place.
+
+    Attributes:
+        node: Index of the call; -1 for a placeholder.
+        value: The value that holds them.
+        mask: bool, shape of the value.
+        intended: Whether a literal of the program wrote them.
+        converts: Whether they are NaN made of infinities among the inputs.
+        placeholder: The state or input that held them before the step.
+    """
+
+    node: int
+    value: int
+    mask: torch.Tensor
+    intended: bool = False
+    converts: bool = False
+    placeholder: Placeholder | None = None
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's infinities look written on purpose: no NaN, and at most one other value beside them."""
+    infinite = finite.mask(tensor, NonFinite.INF)
+    others = tensor[~infinite]
+    return not finite.kinds(tensor) & NonFinite.NAN and bool((others == others.flatten()[:1]).all())
+
+
+class Marks:
+    """Which elements of which memory are to be explained."""
+
+    def __init__(self, program: Program) -> None:
+        """Measure each storage in units of its smallest element, so that complex and real views agree."""
+        self._values = program.values
+        self._unit: dict[int, int] = {}
+        for value in program.values:
+            size = value.dtype.itemsize
+            self._unit[value.storage] = min(size, self._unit.get(value.storage, size))
+        self._bits: dict[int, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is still to be explained."""
+        return bool(self._bits)
+
+    def add(self, number: int, mask: torch.Tensor) -> None:
+        """Mark elements of a value."""
+        value = self._values[number]
+        if value.storage == NO_STORAGE or not bool(mask.any()):
+            return
+        units = self._units(value, mask.cpu())
+        bits = self._bits.get(value.storage)
+        extent = int(units.max()) + 1
+        if bits is None or bits.numel() < extent:
+            grown = torch.zeros(extent, dtype=torch.bool)
+            if bits is not None:
+                grown[: bits.numel()] = bits
+            bits = self._bits[value.storage] = grown
+        bits[units] = True
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """Return the marked elements of a value and unmark them; None when there are none."""
+        value = self._values[number]
+        bits = self._bits.get(value.storage)
+        if bits is None:
+            return None
+        units = self._units(value, torch.ones(value.shape, dtype=torch.bool))
+        found = torch.zeros(units.shape, dtype=torch.bool)
+        inside = units < bits.numel()
+        found[inside] = bits[units[inside]]
+        bits[units[inside]] = False
+        if not bool(bits.any()):
+            del self._bits[value.storage]
+        return found.any(-1).reshape(value.shape) if bool(found.any()) else None
+
+    def _units(self, value: Value, mask: torch.Tensor) -> torch.Tensor:
+        """The places in memory of the elements `mask`: one row per element, one column per unit; views may overlap themselves."""
+        factor = value.dtype.itemsize // self._unit.get(value.storage, 1)
+        stride = torch.tensor(value.stride, dtype=torch.int64)
+        elements = (mask.nonzero() * stride).sum(-1) + value.offset
+        return elements[:, None] * factor + torch.arange(factor)
+
+
+class Trail:
+    """A walk back through a stretch, segment by segment between checkpoints.
+
+    Attributes:
+        births: What was found, the latest first.
+        links: Calls on the way, with whether NaN was made of infinities there.
+    """
+
+    def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], edits: Mapping[int, Edit] | None = None) -> None:
+        """Prepare a walk.
+
+        Args:
+            stretch: The calls.
+            checkpoints: Where segments can be run from again, ascending, the first at cut 0.
+            edits: Interventions that are in force, in the checkpoints as well.
+        """
+        self._stretch, self._checkpoints, self._edits = stretch, checkpoints, edits
+        self.marks = Marks(stretch.program)
+        self.births: list[Birth] = []
+        self.links: dict[int, bool] = {}
+
+    def follow(self, cut: int) -> None:
+        """Walk back from `cut` to the start, or until every mark is explained."""
+        for checkpoint in reversed([c for c in self._checkpoints if c.cut < cut]):
+            if not self.marks:
+                return
+            for executed in reversed(execute(self._stretch, checkpoint, cut, self._edits)):
+                self._explain(executed)
+            cut = checkpoint.cut
+        start = self._checkpoints[0].env
+        for placeholder in self._stretch.program.placeholders:
+            mask = self.marks.take(placeholder.value) if placeholder.value in start else None
+            if mask is not None:
+                self.births.append(
+                    Birth(-1, placeholder.value, mask, intended=is_mask(start[placeholder.value]), placeholder=placeholder)
+                )
+
+    def explain(self, executed: Executed, number: int, mask: torch.Tensor) -> None:
+        """Sort the bad elements `mask` of a value that the call made: births are noted, the inputs of links marked."""
+        parts, node = split(executed, number, mask), executed.node
+        if parts.born.any():
+            self.births.append(Birth(node.index, number, parts.born, intended=parts.literal))
+        if parts.converted.any():
+            self.births.append(Birth(node.index, number, parts.converted, converts=True))
+        if parts.inherited.any():
+            self.links[node.index] = bool(parts.converted.any())
+            for argument, marked in responsible(executed, number, parts.inherited).items():
+                self.marks.add(argument, marked)
+
+    def _explain(self, executed: Executed) -> None:
+        values = self._stretch.program.values
+        for number, made in executed.content.items():
+            storage = values[number].storage
+            place = self._stretch.cut_after(executed.node.index) - 1
+            if not self._stretch.changed(storage, place, place + 1):
+                continue  # a view: whoever wrote the memory is asked
+            mask = self.marks.take(number)
+            if mask is None:
+                continue
+            mask = mask.to(made.device) & finite.mask(made, NonFinite.ANY)
+            if mask.any():
+                self.explain(executed, number, mask)
+
+
+def execute(stretch: Stretch, checkpoint: Checkpoint, cut: int, edits: Mapping[int, Edit] | None = None) -> list[Executed]:
+    """Run from a checkpoint to a cut and keep every call with its live values."""
+    calls: list[Executed] = []
+    Run(stretch, checkpoint, edits).advance(cut, calls.append)
+    return calls

@@ -1,0 +1,208 @@
+"""The terminal report: golden texts of hand-made findings, and what holds for every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from bisect_nan.finding import (
+    Culprit,
+    Finding,
+    Innocent,
+    Link,
+    Phase,
+    Remedy,
+    SearchCost,
+    SourceLine,
+    Symptom,
+    Verdict,
+)
+from bisect_nan.finite import TensorSummary
+from bisect_nan.reports import to_text
+
+SOFTMAX = SourceLine("model.py", 19, "Attention.forward", "weights = scores.softmax(-1)")
+MASK = SourceLine("model.py", 18, "Attention.forward", 'scores = scores.masked_fill(mask, float("-inf"))')
+HEAD = SourceLine("model.py", 40, "step", "return head(hidden).pow(2).mean()")
+
+FORWARD = Culprit(
+    phase=Phase.FORWARD,
+    cause="softmax_all_masked",
+    summary="A softmax row holds only -inf.",
+    confidence=0.98,
+    op="aten._softmax.default",
+    kernel="aten._softmax.default",
+    autograd=None,
+    node=27,
+    name="",
+    source=SOFTMAX,
+    module="layers.9.attention",
+    inputs=(TensorSummary("scores", "f32", (2, 5, 5), neg_inf=25, low=-1.9, high=2.3, first=(1, 0, 0)),),
+    outputs=(TensorSummary("weights", "f32", (2, 5, 5), nan=25, low=0.01, high=0.9, first=(1, 0, 0)),),
+    element=(1, 0, 0),
+    samples=(1,),
+    chain=(
+        Link(27, "aten._softmax.default", SOFTMAX),
+        Link(28, "aten.bmm.default", SourceLine("model.py", 20, "Attention.forward", "return weights @ values")),
+        Link(31, "aten.add.Tensor", SourceLine("model.py", 25, "Block.forward", "return x + self.attention(x)")),
+        Link(140, "aten.pow.Tensor_Scalar", HEAD),
+        Link(141, "aten.mean.default", HEAD),
+    ),
+    notes=("rows [1, 0..4] hold only -inf; the -inf were written by `masked_fill` at model.py:18 and are intended",),
+    help="leave one finite score per row, or zero the output of fully masked rows",
+    remedy=Remedy("zero_masked_rows", "", verified=True, loss=2.31412),
+)
+COST = SearchCost(
+    nodes=147,
+    executed=131,
+    probes=8,
+    replays=3,
+    replayed=402,
+    seconds={"replay": 0.011, "search": 0.012, "confirm": 0.01, "total": 0.04},
+    cuts=((73, "dirty"), (36, "dirty"), (18, "clean"), (27, "clean"), (28, "dirty")),
+)
+LOCATED = Finding(
+    Verdict.LOCATED,
+    symptom=Symptom("loss", "loss", ("nan",)),
+    culprits=(FORWARD,),
+    innocents=(
+        Innocent(26, "aten.masked_fill.Scalar", "", MASK, "an intended infinity: -inf is written as a literal"),
+    ),
+    search=COST,
+    loss=float("nan"),
+)
+BACKWARD = Culprit(
+    phase=Phase.BACKWARD,
+    cause="sqrt_grad_at_zero",
+    summary="The derivative of sqrt at zero is infinite.",
+    confidence=0.9,
+    op="aten.sqrt.default",
+    kernel="aten.div.Tensor",
+    autograd="SqrtBackward0",
+    node=61,
+    name="",
+    source=SourceLine("loss.py", 7, "distance", "return (a - b).square().sum(-1).sqrt()"),
+    module="",
+    inputs=(
+        TensorSummary("grad", "f32", (4,), low=0.25, high=0.25),
+        TensorSummary("twice the root", "f32", (4,), low=0.0, high=2.8),
+    ),
+    outputs=(TensorSummary("", "f32", (4,), pos_inf=1, low=0.089, high=0.4, first=(2,)),),
+    element=(2,),
+    samples=(2,),
+    chain=(
+        Link(61, "aten.div.Tensor", None),
+        Link(63, "aten.mul.Tensor", SourceLine("loss.py", 7, "distance", ""), turns_nan=True),
+        Link(70, "aten.mm.default", None),
+    ),
+    help="add an epsilon under the root",
+    remedy=Remedy("eps_inside", "clamp the argument of sqrt below by 1e-12", verified=True, loss=2.31),
+)
+GRADIENT = Finding(
+    Verdict.LOCATED,
+    symptom=Symptom("gradient", "layers.0.weight", ("nan",), others=3),
+    culprits=(BACKWARD,),
+    search=SearchCost(nodes=88, executed=70, probes=7, seconds={"total": 0.021}),
+    loss=2.3104,
+)
+DEPTH = Culprit(
+    phase=Phase.INPUT,
+    cause="input_nonfinite",
+    summary="The batch holds non-finite values.",
+    confidence=1.0,
+    op="",
+    kernel="",
+    autograd=None,
+    node=-1,
+    name="batch['depth']",
+    source=None,
+    module="",
+    inputs=(),
+    outputs=(TensorSummary("batch['depth']", "f32", (8, 1, 4, 4), nan=3, low=0.2, high=9.5, first=(1, 0, 2, 2)),),
+    element=(1, 0, 2, 2),
+    samples=(1, 4),
+    chain=(Link(3, "aten.sub.Tensor", HEAD), Link(4, "aten.mean.default", HEAD)),
+    help="mask the holes of the target before it enters the loss",
+)
+INPUT = Finding(
+    Verdict.LOCATED,
+    symptom=Symptom("loss", "loss", ("nan",)),
+    culprits=(DEPTH,),
+    search=SearchCost(nodes=5, executed=0, probes=1, seconds={"total": 0.002}),
+)
+SEVERAL = replace(
+    LOCATED, culprits=(FORWARD, replace(BACKWARD, phase=Phase.FORWARD, autograd=None, kernel=BACKWARD.op)), innocents=()
+)
+CLEAN = Finding(Verdict.CLEAN, search=SearchCost(nodes=20, probes=1, seconds={"total": 0.01}), loss=0.75)
+LOST = Finding(
+    Verdict.NOT_REPRODUCED,
+    symptom=Symptom("loss", "loss", ("nan",)),
+    environment=("torch 2.12.0 there, 2.13.0 here", "device cuda:0 there, cpu here"),
+    search=SearchCost(nodes=20, probes=2, seconds={"total": 0.01}),
+)
+FLAKY = Finding(Verdict.FLAKY, symptom=Symptom("parameter", "head.bias", ("nan", "+inf")), loss=1.5)
+REPORTS = {
+    "forward": LOCATED,
+    "backward": GRADIENT,
+    "input": INPUT,
+    "several": SEVERAL,
+    "clean": CLEAN,
+    "not_reproduced": LOST,
+    "flaky": FLAKY,
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_report(name: str, golden: Callable[[str, str], None]) -> None:
+    """A finding of each kind is reported word for word as in tests/golden."""
+    golden(f"{name}.txt", to_text(REPORTS[name]))
+
+
+def test_verbose_report(golden: Callable[[str, str], None]) -> None:
+    """The verbose report adds the chain with its lines, the cuts, the times and the environment."""
+    golden("forward_verbose.txt", to_text(LOCATED, verbose=True))
+
+
+def test_report_survives_its_json_form() -> None:
+    """A finding that went through JSON is reported in the same words."""
+    for finding in REPORTS.values():
+        assert to_text(Finding.from_dict(finding.to_dict()), verbose=True) == to_text(finding, verbose=True)
+
+
+def test_long_lines_stay_whole() -> None:
+    """No line is broken, however long its path or its code is."""
+    line = SourceLine(f"{'deep/' * 60}model.py", 19, "f", f"x = {'very_' * 80}long()")
+    report = to_text(replace(LOCATED, culprits=(replace(FORWARD, source=line),)), colour="standard")
+    assert str(line) in report
+    assert line.text in report
+
+
+def test_plain_text_has_no_escapes() -> None:
+    """Without a colour system there is no escape sequence; with one there is."""
+    assert "\x1b" not in to_text(LOCATED)
+    assert "\x1b[1;31merror" in to_text(LOCATED, colour="standard")
+
+
+def test_control_characters_do_not_get_through() -> None:
+    """A stranger's file cannot steer the terminal through names or lines of code."""
+    evil = replace(
+        FORWARD, source=replace(SOFTMAX, text="x\x1b]0;owned\x07\x9b2J\u202e"), notes=("a\rb\nc",), module="\x1b[2J"
+    )
+    report = to_text(replace(LOCATED, culprits=(evil,)))
+    assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(report)
+    assert "note: a b c" in report
+
+
+def test_markup_is_text() -> None:
+    """Square brackets in code and indices are printed, not taken for rich's markup."""
+    report = to_text(replace(LOCATED, culprits=(replace(FORWARD, source=replace(SOFTMAX, text="x = y[bold][/]")),)))
+    assert "x = y[bold][/]" in report
+
+
+def test_many_samples_and_a_long_chain_are_cut() -> None:
+    """Long lists show their beginning and how much is left out."""
+    chain = tuple(Link(28 + i, f"aten.op{i}.default", None) for i in range(20))
+    report = to_text(replace(LOCATED, culprits=(replace(FORWARD, samples=tuple(range(9)), chain=chain),)))
+    assert "samples 0, 1, 2, 3, 4, 5 and 3 more" in report
+    assert "through op0, op1, op2, op3, op4, 14 more, op19" in report
