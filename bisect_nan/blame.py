@@ -19,7 +19,6 @@ from bisect_nan.replay import Env, Executed
 _ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"}
 """Elementwise calls that torch does not tag as pointwise (or not in every release)."""
 
-_LOGARITHMS = {"log", "log2", "log10"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,11 @@ class Split:
         born: No bad input explains them.
         inherited: Bad inputs explain them.
         converted: The part of `inherited` that is NaN though the inputs that explain it are infinite, not NaN.
-        literal: Whether the born ones are infinities that the program wrote as a literal, or as the logarithm of a 0/1 mask.
     """
 
     born: torch.Tensor
     inherited: torch.Tensor
     converted: torch.Tensor
-    literal: bool
 
 
 def split(executed: Executed, number: int, mask: torch.Tensor) -> Split:
@@ -46,17 +43,16 @@ def split(executed: Executed, number: int, mask: torch.Tensor) -> Split:
     bad = {n: m for n, m in bad.items() if bool(m.any())}
     none = torch.zeros_like(mask)
     if not bad:
-        return Split(mask, none, none, _is_literal(executed))
+        return Split(mask, none, none)
     aligned = _aligned(executed, number, bad)
     if aligned is not None:
         inherited = mask & _union(aligned.values(), mask)
         nans = {n: finite.mask(executed.inputs[n], NonFinite.NAN) for n in aligned}
         from_nan = _union([_spread(m, nans[n], mask) for n, m in aligned.items()], mask)
         converted = inherited & finite.mask(made, NonFinite.NAN) & ~from_nan
-        return Split(mask & ~inherited, inherited, converted, _is_literal(executed))
+        return Split(mask & ~inherited, inherited, converted)
     born = mask.clone()
-    for value in (None, 0.0):
-        healthy = {n: neutralised(t, bad[n], value) if n in bad else t for n, t in executed.inputs.items()}
+    for healthy in _healthy_inputs(executed, bad):
         born &= finite.mask(executed.again(healthy)[number])
         if not bool(born.any()):
             break
@@ -67,7 +63,7 @@ def split(executed: Executed, number: int, mask: torch.Tensor) -> Split:
         healthy = {n: neutralised(t, nan_inputs[n]) if n in bad else t for n, t in executed.inputs.items()}
         result = executed.again(healthy)[number]
     converted = inherited & finite.mask(made, NonFinite.NAN) & finite.mask(result, NonFinite.NAN)
-    return Split(born, inherited, converted, _is_literal(executed))
+    return Split(born, inherited, converted)
 
 
 def responsible(executed: Executed, number: int, mask: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -97,18 +93,26 @@ def typical(tensor: torch.Tensor) -> float:
     return float(healthy.to(torch.float32).median()) if healthy.numel() and math.isfinite(float(healthy.float().median())) else 1.0
 
 
+def _healthy_inputs(executed: Executed, bad: Env) -> Iterator[Env]:
+    """Yield inputs without bad elements: by their median, by 0, and with all other elements far from the range's end too.
+
+    The neighbours of an overflowed element are huge themselves; what fails on them alone is still the same fault.
+    """
+    for value in (None, 0.0):
+        yield {n: neutralised(t, bad[n], value) if n in bad else t for n, t in executed.inputs.items()}
+    yield {n: tamed(neutralised(t, bad[n])) if n in bad else t for n, t in executed.inputs.items()}
+
+
+def tamed(tensor: torch.Tensor) -> torch.Tensor:
+    """Clip a tensor to the fourth root of its range, so that neither squares nor sums of it overflow."""
+    if tensor.is_complex():
+        return tensor
+    limit = torch.finfo(tensor.dtype).max ** 0.25
+    return tensor.clamp(-limit, limit)
+
+
 def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _is_literal(executed: Executed) -> bool:
-    node = executed.node
-    if any(math.isinf(literal) for literal in node.literals):
-        return True
-    if _name(node) in _LOGARITHMS:
-        source = next(iter(executed.inputs.values()))
-        return bool(((source == 0) | (source == 1)).all())
-    return False
 
 
 def _name(node: Node) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from bisect_nan import finite
-from bisect_nan.blame import split, typical
+from bisect_nan.blame import neutralised, split, tamed, typical
 from bisect_nan.errors import ReplayError
+from bisect_nan.finite import NonFinite
 from bisect_nan.replay import Checkpoint, Edit, Env, Executed, Run, Stretch
-from bisect_nan.trace import Birth
+from bisect_nan.trace import Birth, Origin
 
 Neutral = Callable[[torch.Tensor, Executed | None, int], torch.Tensor | float]
 """What to put in the place of bad elements: from the tensor, the call that made it (None for a placeholder) and its number."""
@@ -36,7 +37,12 @@ def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
     return torch.where(finite.mask(result), typical(tensor), result).clamp(-limit, limit).to(tensor.dtype)
 
 
-NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, lambda *_: 1.0, lambda *_: 0.0)
+def _tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
+    """The median, and everything else brought far from the end of the range, as the neighbours of an overflow are close to it."""
+    return tamed(neutralised(tensor, finite.mask(tensor)))
+
+
+NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, lambda *_: 1.0, lambda *_: 0.0, _tame)
 """Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""
 
 
@@ -111,25 +117,20 @@ class Interventions:
                 _replace(changed[birth.value], birth.mask, neutral, None, birth.value)
         return changed
 
-    def run(self, births: Sequence[Birth], neutral: Neutral = _typical) -> Run:
-        """Run to the end with births neutralised, from the latest checkpoint before the first of them.
+    def _finite(self, births: Sequence[Birth], neutral: Neutral) -> bool:
+        """Run with births neutralised, from the latest checkpoint before the first of them, and look at the symptom.
 
-        Raises:
-            ReplayError: A call cannot take the neutral values (a size that depends on them, say).
+        Where the recorded calls cannot follow the changed values (another expert is chosen, say) the frontier reached so far
+        must be free of NaN.
         """
         places = [0 if b.placeholder is not None else self._stretch.cut_after(b.node) - 1 for b in births]
-        first = min(places, default=0)
-        checkpoint = [c for c in self._checkpoints if c.cut <= first][-1]
+        checkpoint = [c for c in self._checkpoints if c.cut <= min(places)][-1]
         self.runs += 1
         run = Run(self._stretch, checkpoint, self.edits(births, neutral), self.state(births, neutral))
-        run.advance(len(self._stretch))
-        return run
-
-    def _finite(self, births: Sequence[Birth], neutral: Neutral) -> bool:
         try:
-            run = self.run(births, neutral)
+            run.advance(len(self._stretch))
         except ReplayError:
-            return False
+            return not finite.has(run.env.values(), NonFinite.NAN)
         return not finite.probe(run.env[target] for target in self._targets)
 
 
@@ -139,15 +140,24 @@ def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
             made = executed.content[birth.value]
             bad = birth.mask.to(made.device) & finite.mask(made)
             if bad.any():
-                parts = split(executed, birth.value, bad)
-                own = parts.born | parts.converted if birth.converts else parts.born
-                _replace(made, own, neutral, executed, birth.value)
+                _replace(made, _own(executed, birth, bad), neutral, executed, birth.value)
 
     return neutralise
+
+
+def _own(executed: Executed, birth: Birth, bad: torch.Tensor) -> torch.Tensor:
+    """The bad elements that are the birth's own in this run: what other births hand on stays as it is."""
+    if birth.origin is Origin.ADMITTED:
+        return bad
+    parts = split(executed, birth.value, bad)
+    return parts.born | parts.converted if birth.origin is Origin.TURNED else parts.born
 
 
 def _replace(tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, executed: Executed | None, number: int) -> None:
     """Write neutral values into the elements `mask` of a tensor, in place."""
     mask = mask.to(tensor.device)
     value = neutral(tensor, executed, number)
-    tensor[mask] = value[mask] if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+    if neutral is _tame:
+        tensor.copy_(value)
+    else:
+        tensor[mask] = value[mask] if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)

@@ -16,7 +16,7 @@ from bisect_nan.replay import Executed, Run, Stretch
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Samples
 from bisect_nan.snapshot import Snapshot
-from bisect_nan.trace import Birth
+from bisect_nan.trace import Birth, Origin
 
 _TRANSPARENT = {
     *("view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose", "select", "slice", "index", "clone"),
@@ -97,7 +97,7 @@ class Examination:
             intended=tuple(
                 source
                 for birth in innocents
-                if birth.intended and birth.node >= 0 and (source := self._program.source(self._program.nodes[birth.node]))
+                if birth.origin is Origin.WRITTEN and birth.node >= 0 and (source := self._program.source(self._program.nodes[birth.node]))
             ),
             recompute=lambda dtype: _recompute(executed, dtype),
             ancestors=lambda name: tuple(self._ancestors(node, name)),

@@ -22,12 +22,13 @@ from bisect_nan.errors import ReplayError
 from bisect_nan.explain import Examination
 from bisect_nan.finding import Finding, Innocent, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
+from bisect_nan.intent import Intent, is_mask
 from bisect_nan.program import Program
 from bisect_nan.replay import Checkpoint, Run, Stretch, own_generator
 from bisect_nan.reproduce import Pass, walk
 from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
-from bisect_nan.trace import Birth, Trail, execute, is_mask
+from bisect_nan.trace import Birth, Origin, Trail, execute, of
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how far it is, and how far it goes."""
@@ -68,6 +69,7 @@ class _Case:
         self.method = {"bisect": search.bisect, "scan": search.scan}[method]
         self.progress = progress or (lambda *_: None)
         self.dependence = Dependence(self.program)
+        self.intent = Intent(self.program, self.dependence)
         numbers = self.program.targets.of(self.observed.symptom.kind)
         self.targets = [numbers[name] for name in self.observed.names]
         announce = (lambda node: self.progress("replay", node, len(self.program.nodes))) if careful else None
@@ -127,7 +129,7 @@ class _Case:
         state = self._bad_state()
         if state and self.court.heals(state):
             guilty = self.court.reduce(state)
-            return guilty, [birth for birth in state if birth not in guilty], done
+            return guilty, _without(state, guilty), done
         if not state:
             found = self._search(done)
             if found is not None:
@@ -142,7 +144,7 @@ class _Case:
             return []
         for value, tensor in self.start.env.items():
             if finite.probe([tensor]) and not is_mask(tensor):
-                births.append(Birth(-1, value, finite.mask(tensor), placeholder=placeholders[value]))
+                births.append(Birth(-1, value, finite.mask(tensor), Origin.MADE, placeholders[value]))
         return births
 
     def _search(self, done: Pass) -> tuple[list[Birth], list[Birth]] | None:
@@ -158,14 +160,15 @@ class _Case:
         node = outcome.bracket.node
         if node is None:
             return None
-        trail = Trail(self.stretch, [*[c for c in done.checkpoints if c.cut < checkpoint.cut], checkpoint])
+        trail = Trail(self.stretch, [*[c for c in done.checkpoints if c.cut < checkpoint.cut], checkpoint], self.intent)
         (executed,) = execute(self.stretch, checkpoint, node + 1)
         for number, tensor in executed.content.items():
             mask = finite.mask(tensor, kinds)
             if mask.any():
                 trail.explain(executed, number, mask)
         trail.follow(node)
-        return self._judge(trail.births)
+        guilty = self._judge(of(trail.births, Origin.MADE), of(trail.births, Origin.TURNED))
+        return None if guilty is None else (guilty, _without(trail.births, guilty))
 
     def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
         runner = _Runner(self.stretch, start, kinds)
@@ -177,20 +180,13 @@ class _Case:
         self.cuts += [(cut, words[answer]) for cut, answer in outcome.cuts]
         return outcome, runner.checkpoint
 
-    def _judge(self, births: Sequence[Birth]) -> tuple[list[Birth], list[Birth]] | None:
-        """Let interventions decide which births make the symptom; None when none of them does.
-
-        Infinities that no literal explains come before the NaN that is made of infinities, and intended infinities last.
-        """
-        roots = [birth for birth in births if not birth.intended and not birth.converts]
-        makers = [birth for birth in births if birth.converts]
-        intended = [birth for birth in births if birth.intended]
+    def _judge(self, *groups: Sequence[Birth]) -> list[Birth] | None:
+        """Let interventions decide which births make the symptom, bringing in one group after the other; None when none does."""
         suspects: list[Birth] = []
-        for group in (roots, makers, intended):
+        for group in groups:
             suspects = [*suspects, *group]
             if group and self.court.heals(suspects):
-                guilty = self.court.reduce(suspects)
-                return guilty, [birth for birth in births if all(birth is not g for g in guilty)]
+                return self.court.reduce(suspects)
         return None
 
     def _collect(self, done: Pass, state: Sequence[Birth]) -> tuple[list[Birth], list[Birth]]:
@@ -203,7 +199,7 @@ class _Case:
             except ReplayError:
                 break
             self.replays += 1
-            trail = Trail(self.stretch, passed.checkpoints, edits)
+            trail = Trail(self.stretch, passed.checkpoints, self.intent, edits)
             for target in self.targets:
                 trail.marks.add(target, finite.mask(passed.run.env[target]))
             trail.follow(len(self.stretch))
@@ -211,9 +207,9 @@ class _Case:
             if not fresh:
                 break
             known += fresh
-            judged = self._judge(known)
-            if judged is not None:
-                return judged
+            guilty = self._judge(of(known, Origin.MADE), of(known, Origin.TURNED), trail.admissions())
+            if guilty is not None:
+                return guilty, _without(known, guilty)
         return [], known
 
     # --- the answer -------------------------------------------------------------------------------------------------------
@@ -276,13 +272,17 @@ class _Runner:
 
 def _known(birth: Birth, known: Sequence[Birth]) -> bool:
     return any(
-        other.node == birth.node and other.value == birth.value and other.converts == birth.converts and bool((other.mask >= birth.mask).all())
+        other.node == birth.node and other.value == birth.value and other.origin is birth.origin and bool((other.mask >= birth.mask).all())
         for other in known
     )
 
 
+def _without(births: Sequence[Birth], guilty: Sequence[Birth]) -> list[Birth]:
+    return [birth for birth in births if all(birth is not other for other in guilty)]
+
+
 def _innocent(program: Program, birth: Birth) -> Innocent:
-    why = "an infinity that the program wrote on purpose" if birth.intended else "neutralising it does not change the symptom"
+    why = birth.origin.value if birth.origin is Origin.WRITTEN else "the symptom is the same without it"
     if birth.placeholder is not None:
         return Innocent(-1, "", birth.placeholder.name, None, why)
     node = program.nodes[birth.node]

@@ -222,6 +222,15 @@ def substitute(item: Any, tensor: Callable[[int], Any], generator: Callable[[int
     return item
 
 
+def tensors(item: Any) -> list[torch.Tensor | None]:
+    """Return the tensors of an argument or a result, flattened in order; None where one is undefined."""
+    if isinstance(item, torch.Tensor) or item is None:
+        return [item]
+    if isinstance(item, list | tuple):
+        return [tensor for part in item for tensor in tensors(part)]
+    return []
+
+
 def _flat(items: Any) -> Iterator[Any]:
     for item in items:
         if isinstance(item, list | tuple):

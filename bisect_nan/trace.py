@@ -7,7 +7,8 @@ explains are births.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,21 @@ import torch
 from bisect_nan import finite
 from bisect_nan.blame import responsible, split
 from bisect_nan.finite import NonFinite
+from bisect_nan.intent import Intent, is_mask
 from bisect_nan.program import NO_STORAGE, Placeholder, Program, Value
 from bisect_nan.replay import Checkpoint, Edit, Executed, Run, Stretch
+
+
+_SELECTIONS = {f"aten::{name}" for name in ("select", "slice", "index", "gather", "index_select", "masked_select", "take", "narrow", "embedding")}
+
+
+class Origin(enum.Enum):
+    """How elements became bad; the value is the sentence."""
+
+    MADE = "made from healthy values"
+    TURNED = "NaN made of infinities"
+    WRITTEN = "an infinity that the program wrote on purpose"
+    ADMITTED = "a sum or mean that took in an infinity written on purpose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +41,20 @@ class Birth:
         node: Index of the call; -1 for a placeholder.
         value: The value that holds them.
         mask: bool, shape of the value.
-        intended: Whether a literal of the program wrote them.
-        converts: Whether they are NaN made of infinities among the inputs.
+        origin: How they became bad.
         placeholder: The state or input that held them before the step.
     """
 
     node: int
     value: int
     mask: torch.Tensor
-    intended: bool = False
-    converts: bool = False
+    origin: Origin
     placeholder: Placeholder | None = None
 
 
-def is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's infinities look written on purpose: no NaN, and at most one other value beside them."""
-    infinite = finite.mask(tensor, NonFinite.INF)
-    others = tensor[~infinite]
-    return not finite.kinds(tensor) & NonFinite.NAN and bool((others == others.flatten()[:1]).all())
+def of(births: Iterable[Birth], origin: Origin) -> list[Birth]:
+    """Return the births of one origin."""
+    return [birth for birth in births if birth.origin is origin]
 
 
 class Marks:
@@ -106,21 +116,23 @@ class Trail:
 
     Attributes:
         births: What was found, the latest first.
-        links: Calls on the way, with whether NaN was made of infinities there.
     """
 
-    def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], edits: Mapping[int, Edit] | None = None) -> None:
+    def __init__(
+        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, edits: Mapping[int, Edit] | None = None
+    ) -> None:
         """Prepare a walk.
 
         Args:
             stretch: The calls.
             checkpoints: Where segments can be run from again, ascending, the first at cut 0.
+            intent: Tells the infinities that were written on purpose.
             edits: Interventions that are in force, in the checkpoints as well.
         """
-        self._stretch, self._checkpoints, self._edits = stretch, checkpoints, edits
+        self._stretch, self._checkpoints, self._intent, self._edits = stretch, checkpoints, intent, edits
         self.marks = Marks(stretch.program)
         self.births: list[Birth] = []
-        self.links: dict[int, bool] = {}
+        self._reductions: list[Birth] = []
 
     def follow(self, cut: int) -> None:
         """Walk back from `cut` to the start, or until every mark is explained."""
@@ -132,23 +144,31 @@ class Trail:
             cut = checkpoint.cut
         start = self._checkpoints[0].env
         for placeholder in self._stretch.program.placeholders:
-            mask = self.marks.take(placeholder.value) if placeholder.value in start else None
+            value = placeholder.value
+            mask = self.marks.take(value) if value in start else None
             if mask is not None:
-                self.births.append(
-                    Birth(-1, placeholder.value, mask, intended=is_mask(start[placeholder.value]), placeholder=placeholder)
-                )
+                origin = Origin.WRITTEN if is_mask(start[value]) else Origin.MADE
+                self.births.append(Birth(-1, value, mask, origin, placeholder))
 
     def explain(self, executed: Executed, number: int, mask: torch.Tensor) -> None:
         """Sort the bad elements `mask` of a value that the call made: births are noted, the inputs of links marked."""
         parts, node = split(executed, number, mask), executed.node
         if parts.born.any():
-            self.births.append(Birth(node.index, number, parts.born, intended=parts.literal))
+            origin = Origin.WRITTEN if self._intent.wrote(executed) else Origin.MADE
+            self.births.append(Birth(node.index, number, parts.born, origin))
         if parts.converted.any():
-            self.births.append(Birth(node.index, number, parts.converted, converts=True))
+            self.births.append(Birth(node.index, number, parts.converted, Origin.TURNED))
         if parts.inherited.any():
-            self.links[node.index] = bool(parts.converted.any())
+            if _reduces(executed, number):
+                self._reductions.append(Birth(node.index, number, parts.inherited, Origin.ADMITTED))
             for argument, marked in responsible(executed, number, parts.inherited).items():
                 self.marks.add(argument, marked)
+
+    def admissions(self) -> list[Birth]:
+        """Return the first reduction on the way that took in an intended infinity, when nothing but those was found."""
+        if any(birth.origin is not Origin.WRITTEN for birth in self.births):
+            return []
+        return self._reductions[-1:]
 
     def _explain(self, executed: Executed) -> None:
         values = self._stretch.program.values
@@ -163,6 +183,14 @@ class Trail:
             mask = mask.to(made.device) & finite.mask(made, NonFinite.ANY)
             if mask.any():
                 self.explain(executed, number, mask)
+
+
+def _reduces(executed: Executed, number: int) -> bool:
+    """Whether a call folds many elements into fewer (and does not merely pick some)."""
+    if executed.node.target._schema.name in _SELECTIONS:  # noqa: SLF001  (FunctionSchema has no public accessor)
+        return False
+    sizes = [tensor.numel() for tensor in executed.inputs.values() if tensor.is_floating_point()]
+    return executed.content[number].numel() < max(sizes, default=0)
 
 
 def execute(stretch: Stretch, checkpoint: Checkpoint, cut: int, edits: Mapping[int, Edit] | None = None) -> list[Executed]:

@@ -47,8 +47,13 @@ def zero_divided(evidence: Evidence) -> tuple[Quotient, torch.Tensor, torch.Tens
     return parts, nothing & (parts.numerator == 0), nothing & (parts.numerator != 0) & ~parts.numerator.isnan()
 
 
+def _measured(evidence: Evidence, parts: Quotient) -> str:
+    root = ("sqrt",) if base_op(evidence.call) == "rsqrt" else ()
+    return measure(root + evidence.ancestors(parts.divisor))
+
+
 def _origin(evidence: Evidence, parts: Quotient) -> str:
-    kind = measure(evidence.ancestors(parts.divisor))
+    kind = _measured(evidence, parts)
     return f" (it is a {kind})" if kind else ""
 
 
@@ -61,7 +66,7 @@ def _no_spread(evidence: Evidence) -> Match | None:
     if found is None:
         return None
     parts, both, rest = found
-    kind = measure(evidence.ancestors(parts.divisor))
+    kind = _measured(evidence, parts)
     # A vector of zeros over its own norm is 0/0 in the first place; a deviation of 0 says that all values are the same.
     if kind == "deviation":
         return Match(0.95, (f"the divisor is a deviation that is exactly 0{where(evidence, both | rest)}",))

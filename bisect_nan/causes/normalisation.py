@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,9 +41,8 @@ def squared_divisor(evidence: Evidence) -> torch.Tensor | None:
 def _over_last(op: str, arguments: Mapping[str, Any]) -> torch.Tensor:
     values = numbers(arguments["input"])
     dims = tuple(range(-len(arguments["normalized_shape"]), 0))
-    eps = arguments.get("eps")
-    if eps is None:
-        eps = torch.finfo(arguments["input"].dtype).eps
+    given = arguments.get("eps")
+    eps = torch.finfo(arguments["input"].dtype).eps if given is None else float(given)
     if op == "_fused_rms_norm":
         return values.square().mean(dims, keepdim=True) + eps
     return values.var(dims, correction=0, keepdim=True) + eps
@@ -53,7 +51,7 @@ def _over_last(op: str, arguments: Mapping[str, Any]) -> torch.Tensor:
 def _over_groups(arguments: Mapping[str, Any]) -> torch.Tensor:
     values = numbers(arguments["input"])
     grouped = values.reshape(values.shape[0], arguments["group"], -1)
-    variance = grouped.var(-1, correction=0, keepdim=True) + arguments["eps"]
+    variance = grouped.var(-1, correction=0, keepdim=True) + float(arguments["eps"])
     return variance.expand(grouped.shape).reshape(values.shape)
 
 
@@ -65,7 +63,7 @@ def _over_batch(op: str, arguments: Mapping[str, Any]) -> torch.Tensor:
         variance = values.var([dim for dim in range(values.ndim) if dim != 1], correction=0)
     else:
         variance = numbers(running)
-    eps = arguments.get("eps", arguments.get("epsilon", 0.0))
+    eps = float(arguments.get("eps", arguments.get("epsilon", 0.0)))
     return (variance + eps).reshape(-1, *[1] * (values.ndim - 2))
 
 
@@ -73,13 +71,3 @@ def _over_weight(arguments: Mapping[str, Any]) -> torch.Tensor:
     values, kept = numbers(arguments["v"]), arguments.get("dim", 0)
     dims = [dim for dim in range(values.ndim) if dim != kept % max(values.ndim, 1)]
     return values.square().sum(dims, keepdim=True) if dims else values.square()
-
-
-def reduced_count(arguments: Mapping[str, Any]) -> int:
-    """Return how many elements each result of a reduction over `dim` (all dimensions when absent) is made from."""
-    values = arguments["self"]
-    dims = arguments.get("dim")
-    if dims is None or (isinstance(dims, list | tuple) and not dims):
-        return int(values.numel())
-    chosen = dims if isinstance(dims, list | tuple) else [dims]
-    return math.prod(values.shape[dim] for dim in chosen) if values.ndim else 1

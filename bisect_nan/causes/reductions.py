@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +12,6 @@ import torch
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.normalisation import reduced_count
 from bisect_nan.causes.operands import numbers
 
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
@@ -21,7 +22,17 @@ _CTC = frozenset({"_ctc_loss", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", "ctc_lo
 _MEAN_REDUCTION = 1
 
 
-def _correction(arguments: Any) -> float:
+def _count(arguments: Mapping[str, Any]) -> int:
+    """Return how many elements each result of a reduction over `dim` (all dimensions when absent) is made from."""
+    values = arguments["self"]
+    dims = arguments.get("dim")
+    if dims is None or (isinstance(dims, list | tuple) and not dims):
+        return int(values.numel())
+    chosen = dims if isinstance(dims, list | tuple) else [dims]
+    return math.prod(values.shape[dim] for dim in chosen) if values.ndim else 1
+
+
+def _correction(arguments: Mapping[str, Any]) -> float:
     """Degrees of freedom that a deviation subtracts from the count; one by default."""
     if "correction" in arguments:
         return 1.0 if arguments["correction"] is None else float(arguments["correction"])
@@ -33,7 +44,7 @@ def _empty_reduction(evidence: Evidence) -> Match | None:
     values = arguments.get("self")
     if not isinstance(values, torch.Tensor) or not evidence.kinds():
         return None
-    if evidence.op in _MEANS | _SPREADS and reduced_count(arguments) == 0:
+    if evidence.op in _MEANS | _SPREADS and _count(arguments) == 0:
         return Match(0.98, (f"`{evidence.op}` runs over no element: its input has the shape {list(values.shape)}",))
     if evidence.op in _PAIRED and values.numel() == 0 and arguments.get("reduction") == _MEAN_REDUCTION:
         return Match(
@@ -44,7 +55,7 @@ def _empty_reduction(evidence: Evidence) -> Match | None:
     return None
 
 
-def _nothing_scored(evidence: Evidence, arguments: Any) -> Match | None:
+def _nothing_scored(evidence: Evidence, arguments: Mapping[str, Any]) -> Match | None:
     outputs, target = evidence.call.outputs, arguments.get("target")
     total = outputs[1] if len(outputs) > 1 else None
     if not isinstance(target, torch.Tensor) or (total is not None and bool((numbers(total) != 0).any())):
@@ -63,7 +74,7 @@ def _degenerate_dof(evidence: Evidence) -> Match | None:
     if evidence.op not in _SPREADS or not evidence.kinds():
         return None
     arguments = evidence.call.arguments
-    count, correction = reduced_count(arguments), _correction(arguments)
+    count, correction = _count(arguments), _correction(arguments)
     if count == 0 or count - correction > 0:
         return None
     shape = list(arguments["self"].shape)

@@ -1,0 +1,47 @@
+"""Which infinities a program wrote on purpose: they are no fault in themselves."""
+
+from __future__ import annotations
+
+import math
+
+import networkx as nx
+import torch
+
+from bisect_nan import finite
+from bisect_nan.dependence import Dependence
+from bisect_nan.finding import Phase
+from bisect_nan.finite import NonFinite
+from bisect_nan.program import Program
+from bisect_nan.replay import Executed
+
+_LOGARITHMS = {"aten::log", "aten::log2", "aten::log10"}
+
+
+class Intent:
+    """Knows the literals of a program."""
+
+    def __init__(self, program: Program, dependence: Dependence) -> None:
+        """Remember which values depend on a parameter."""
+        self._program, self._graph = program, dependence.graph
+        self._parameters = {p.value for p in program.placeholders if p.phase is Phase.PARAMETER}
+
+    def wrote(self, executed: Executed) -> bool:
+        """Whether infinities that a call made are meant: an infinite literal, or the logarithm of a 0/1 mask that is not learned."""
+        node = executed.node
+        if any(math.isinf(literal) for literal in node.literals):
+            return True
+        if node.target._schema.name not in _LOGARITHMS:  # noqa: SLF001  (FunctionSchema has no public accessor)
+            return False
+        (source,) = executed.inputs.values()
+        zero, one = source == 0, source == 1
+        return bool((zero | one).all()) and bool(one.any()) and not self._learned(node.index)
+
+    def _learned(self, index: int) -> bool:
+        calls = {index, *nx.ancestors(self._graph, index)}
+        return any(value in self._parameters for call in calls for value in self._program.nodes[call].inputs())
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor from outside looks like a mask: infinities, no NaN, and at most one other value beside them."""
+    others = tensor[~finite.mask(tensor, NonFinite.INF)]
+    return not finite.kinds(tensor) & NonFinite.NAN and bool((others == others.flatten()[:1]).all())

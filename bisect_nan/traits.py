@@ -1,0 +1,86 @@
+"""What a call of an ATen overload does besides returning new values: read from its schema and tags, with the known omissions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bisect_nan.program import tensors
+
+_UNINITIALIZED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+_OVERWRITES = {
+    *("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "log_normal_"),
+    *("geometric_", "cauchy_", "_foreach_copy_", "_foreach_zero_"),
+}
+"""Calls that replace every element that they write to without reading it. `out=` overloads do so, too."""
+
+_UNDECLARED: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "native_batch_norm": ((3, 4), 5),
+    "cudnn_batch_norm": ((3, 4), 5),
+    "miopen_batch_norm": ((3, 4), 5),
+    "batch_norm_update_stats": ((1, 2), None),
+    "batch_norm_gather_stats": ((3, 4), None),
+    "batch_norm_gather_stats_with_counts": ((3, 4), None),
+    "_cudnn_rnn": ((15,), 12),
+}
+"""Arguments that a call writes to although its schema does not say so, and the flag that it does so under (torch 2.6 to 2.13).
+
+They are the running statistics of batch normalisation and the random state of cuDNN's dropout. The CPU's entries are held by
+`tests/test_traits.py::test_no_other_op_writes_undeclared`; those that need a GPU were read in aten/src/ATen/native.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a call of an overload does besides returning new values.
+
+    Attributes:
+        written: Where the arguments that it writes to stand: positions, or names of keyword-only arguments.
+        flag: Position of the argument that has to be true for it to write anything; None when it always writes.
+        random: Whether it draws random numbers.
+        uninitialized: Whether it returns memory that nobody has written to.
+        overwrites: Whether it replaces every element that it writes to without reading it.
+        view: Whether it returns a view of an argument.
+        moves: Whether it changes which memory an argument shows, and how (`t_`, `resize_`, `set_`), rather than elements.
+    """
+
+    written: tuple[int | str, ...]
+    flag: int | None
+    random: bool
+    uninitialized: bool
+    overwrites: bool
+    view: bool
+    moves: bool
+
+    @classmethod
+    def of(cls, target: torch._ops.OpOverload) -> Traits:
+        """Read the traits of an overload."""
+        schema, tags = target._schema, target.tags  # noqa: SLF001  (torch 2.6 to 2.13; OpOverload has no public schema)
+        declared = [
+            argument.name if argument.kwarg_only else place
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        name = schema.name.removeprefix("aten::")
+        undeclared, flag = _UNDECLARED.get(name, ((), None))
+        return cls(
+            written=(*declared, *undeclared),
+            flag=flag,
+            random=torch.Tag.nondeterministic_seeded in tags,
+            uninitialized=name in _UNINITIALIZED,
+            overwrites=name in _OVERWRITES or any(isinstance(place, str) for place in declared),
+            view=any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns),
+            moves=torch.Tag.inplace_view in tags,
+        )
+
+    def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """Yield the tensors that a call with these arguments writes to."""
+        if self.flag is not None and not args[self.flag]:
+            return
+        for place in self.written:
+            item = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            yield from (tensor for tensor in tensors(item) if tensor is not None)

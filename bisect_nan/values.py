@@ -1,0 +1,220 @@
+"""Numbers for tensors: which value of the program a tensor is, and what its memory held before the step.
+
+Tensors are told apart by what they show (storage, offset, sizes, strides, dtype), not by their Python object: autograd hands back
+saved tensors as new objects, and one object can be made to show something else (`t_`, `set_`, `.data = ...`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef  # torch 2.6 to 2.13
+
+from bisect_nan.errors import RecordingError
+from bisect_nan.finding import Phase
+from bisect_nan.program import NO_STORAGE, Placeholder, Ref, Value
+
+_STRIDED = torch.strided
+
+
+@dataclass(slots=True)
+class Memory:
+    """A storage that the recording has met.
+
+    Attributes:
+        number: Its number in the program.
+        reference: Keeps its address from being used again, and nothing else of it alive.
+        base: A value that lives in it; -1 before there is one.
+        owner: The storage itself where it is from outside: it has to be as before when the recording ends.
+        original: Its bytes before the first write to memory from outside.
+        sparse: Whether a sparse tensor shows it too, which no analysis of writes could follow.
+    """
+
+    number: int
+    reference: StorageWeakRef
+    base: int = -1
+    owner: torch.UntypedStorage | None = None
+    original: torch.UntypedStorage | None = None
+    sparse: bool = False
+
+
+class Values:
+    """The values, memories and placeholders of a program under construction.
+
+    Attributes:
+        known: Reference to every tensor that has a number, by what it shows (`shown`).
+        values: The values, by number.
+        makers: Index of the call that made each value; -1 for placeholders.
+        placeholders: The values from outside.
+        tensors: The placeholders' tensors, by value number.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.known: dict[Hashable, Ref] = {}
+        self.values: list[Value] = []
+        self.makers: list[int] = []
+        self.placeholders: list[Placeholder] = []
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._names: dict[Hashable, tuple[Phase, str]] = {}
+        self._memories: dict[int, Memory] = {}
+        self._numbered: list[Memory] = []
+        self._kept: list[torch.Tensor] = []  # tensors without memory are known by identity, so they must not die
+
+    def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
+        """Say what a tensor from outside is called; of several names for the same the first wins.
+
+        Raises:
+            RecordingError: The tensor has no storage that a program could refer to.
+        """
+        key = shown(tensor)
+        self._names.setdefault(key, (phase, name))
+        if isinstance(key, tuple):
+            self._names.setdefault(key[0], (phase, name))
+            self._remember(tensor, key[0])  # so that its address is not used again when the step drops it
+        else:
+            self._kept.append(tensor)
+
+    def new(self, tensor: torch.Tensor, maker: int) -> Ref:
+        """Give a number to a tensor that has none yet.
+
+        Raises:
+            RecordingError: The tensor is nested or quantised.
+        """
+        key = shown(tensor)
+        memory = self._remember(tensor, key[0]) if isinstance(key, tuple) else None
+        if memory is None:
+            self._kept.append(tensor)
+        elif tensor.is_quantized:
+            raise _unsupported("a quantised tensor")
+        number = len(self.values)
+        self.values.append(
+            Value(
+                storage=NO_STORAGE if memory is None else memory.number,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                stride=() if memory is None else tensor.stride(),
+                offset=0 if memory is None else tensor.storage_offset(),
+                device=tensor.device,
+                conj=tensor.is_conj(),
+                neg=tensor.is_neg(),
+            )
+        )
+        self.makers.append(maker)
+        if memory is not None and memory.base < 0:
+            memory.base = number
+        ref = self.known[key] = Ref(number)
+        return ref
+
+    def hidden(self, tensor: torch.Tensor) -> Ref | None:
+        """Return a value with the same memory, when this new tensor is a view that no recorded call made; else None.
+
+        A tensor with a name of its own is a placeholder even when another one shows the same memory.
+        """
+        key = shown(tensor)
+        memory = self._memories.get(key[0]) if isinstance(key, tuple) else None
+        return None if memory is None or memory.base < 0 or key in self._names else Ref(memory.base)
+
+    def placeholder(self, tensor: torch.Tensor, constant: str) -> Ref:
+        """Give a number to a new tensor that no call has made.
+
+        Args:
+            tensor: The tensor.
+            constant: Its name when it has none.
+        """
+        ref, key = self.new(tensor, -1), shown(tensor)
+        named = self._names.get(key)
+        if isinstance(key, tuple):
+            named = named or self._names.get(key[0])
+            memory = self._memories[key[0]]
+            memory.owner = tensor.untyped_storage()
+        if named is not None:
+            self.placeholders.append(Placeholder(ref.value, *named))
+        else:
+            self.placeholders.append(Placeholder(ref.value, Phase.INPUT, constant, constant=True))
+        self.tensors[ref.value] = tensor.detach()
+        return ref
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _remember(self, tensor: torch.Tensor, address: int) -> Memory:
+        memory = self._memories.get(address)
+        if memory is None:
+            memory = self._memories[address] = Memory(len(self._numbered), StorageWeakRef(tensor.untyped_storage()))
+            self._numbered.append(memory)
+        return memory
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keep the bytes of memory from outside before they are written to for the first time.
+
+        Raises:
+            RecordingError: The memory is that of a sparse tensor.
+        """
+        memory = self._memory_of(tensor)
+        if memory is None or memory.sparse:
+            raise _unsupported("an in-place change of a sparse tensor")
+        if memory.owner is not None and memory.original is None:
+            memory.original = memory.owner.clone()
+
+    def share_with_sparse(self, tensor: torch.Tensor) -> None:
+        """Remember that a sparse tensor shows the same memory as this one."""
+        memory = self._memory_of(tensor)
+        if memory is not None:
+            memory.sparse = True
+
+    def renew(self, tensor: torch.Tensor) -> None:
+        """Treat the memory of a tensor, empty until now, as another one: nothing that showed it showed any element."""
+        self._memories.pop(tensor.untyped_storage()._cdata)
+
+    def wrote(self, tensor: torch.Tensor) -> bool:
+        """Whether a recorded call wrote to a placeholder's memory."""
+        memory = self._memory_of(tensor)
+        return memory is not None and memory.original is not None
+
+    def before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a placeholder's memory held before the first recorded write, seen through `tensor`."""
+        memory = self._memory_of(tensor)
+        if memory is None or memory.original is None:
+            return tensor.detach()
+        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return seen.set_(memory.original, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def restore(self) -> None:
+        """Put back what the step wrote into memory from outside: parameters, buffers, batch, optimizer state."""
+        for memory in self._numbered:
+            if memory.owner is not None and memory.original is not None:
+                if memory.owner.nbytes() != memory.original.nbytes():
+                    memory.owner.resize_(memory.original.nbytes())
+                memory.owner.copy_(memory.original)
+
+    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        key = shown(tensor)
+        return self._memories.get(key[0]) if isinstance(key, tuple) else None
+
+
+def shown(tensor: torch.Tensor) -> Hashable:
+    """Return what a tensor shows: equal for tensors that are the same view of the same storage object.
+
+    For tensors without a storage of their own (sparse, or a zero that autograd never wrote down) it is their identity.
+
+    Raises:
+        RecordingError: The tensor is nested: its sizes are not those of a tensor.
+    """
+    if tensor.layout is not _STRIDED or tensor._is_zerotensor():
+        return id(tensor)
+    if tensor.is_nested:
+        raise _unsupported("a nested tensor")
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj() or tensor.is_neg() and 2,
+    )
+
+
+def _unsupported(what: str) -> RecordingError:
+    return RecordingError(f"the step uses {what}", "dense tensors", "run the step with dense tensors in its place")
