@@ -73,7 +73,7 @@ def responsible(executed: Executed, number: int, mask: torch.Tensor) -> dict[int
     aligned = _aligned(executed, number, bad)
     if aligned is not None:
         return {n: _gather(mask & m, executed.inputs[n].shape) & bad[n] for n, m in aligned.items()}
-    found = {n: m & bad[n] for n, m in _depended_on(executed, number, mask).items() if n in bad}
+    found = {n: m & bad[n] for n, m in _influence(executed, number, mask).items() if n in bad}
     if any(bool(m.any()) for m in found.values()):
         return found
     return bad
@@ -172,18 +172,32 @@ def _gather(mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return mask.to(torch.float32).sum_to_size(shape) > 0
 
 
-def _depended_on(executed: Executed, number: int, mask: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the input elements that have an influence on the elements `mask`: nonzero derivative on healthy values."""
+def depended_on(executed: Executed, number: int, mask: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return all input elements, healthy or not, that the elements `mask` of a result are computed from, by value number.
+
+    Inputs whose influence cannot be followed (a call without derivative, the indices of most calls) are left out.
+    """
+    aligned = _aligned(executed, number, {n: torch.ones_like(t, dtype=torch.bool) for n, t in executed.inputs.items()})
+    if aligned is not None:
+        return {n: _gather(mask & m, executed.inputs[n].shape) for n, m in aligned.items()}
+    found = _influence(executed, number, mask)
+    if _name(executed.node) == "embedding":
+        indices = executed.node.args[1].value
+        found[indices] = mask.any(-1)
+    return found
+
+
+def _influence(executed: Executed, number: int, mask: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the floating input elements with a nonzero derivative, on healthy values, of the elements `mask`."""
     leaves = {n: _healthy(t).requires_grad_() for n, t in executed.inputs.items() if _is_number(t)}
     try:
         with torch.enable_grad():
             made = executed.differentiably({n: leaves[n] * 1 if n in leaves else t for n, t in executed.inputs.items()})[number]
             if not made.requires_grad:
                 return {}
-            seeds = mask.to(made.dtype)
-            gradients = torch.autograd.grad(made, list(leaves.values()), seeds, allow_unused=True)
+            gradients = torch.autograd.grad(made, list(leaves.values()), mask.to(made.dtype), allow_unused=True)
     except (RuntimeError, NotImplementedError):
-        return {}  # no derivative: the caller falls back to every bad input
+        return {}  # no derivative
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}
 
 

@@ -78,7 +78,7 @@ class Examination:
             inputs=(),
             outputs=(finite.summarise(tensor, placeholder.name),),
             element=_first(birth.mask),
-            samples=self._samples.rows_of_input(birth) if phase is Phase.INPUT and not placeholder.constant else (),
+            samples=self._samples.of_input(birth.mask) if phase is Phase.INPUT and not placeholder.constant else (),
             chain=self._chain(users[0].index) if users else (),
             help=entry.help,
         )
@@ -119,7 +119,7 @@ class Examination:
             inputs=tuple(finite.summarise(t, n) for n, t in evidence.call.tensors().items()),
             outputs=tuple(finite.summarise(t, "out") for t in executed.content.values()),
             element=_first(mask),
-            samples=self._samples.rows(births[0], value, mask),
+            samples=self._samples.of_result(node.index, value, mask),
             chain=self._chain(node.index),
             notes=match.notes,
             help=match.help or entry.help,

@@ -86,6 +86,7 @@ class _Case:
         if reproduced is None:
             return self._answer(verdict, [], [], None)
         births, innocents, passed = self._culprits(reproduced)
+        births = self._without_derivatives(births)
         self._stop("confirm")
         if not births:
             return self._answer(Verdict.INCONCLUSIVE, [], innocents, None)
@@ -188,6 +189,17 @@ class _Case:
             if group and self.court.heals(suspects):
                 return self.court.reduce(suspects)
         return None
+
+    def _without_derivatives(self, births: Sequence[Birth]) -> list[Birth]:
+        """Leave out derivatives of a call that is blamed itself: a quotient by zero has a derivative by zero, which is one fault."""
+        blamed, kept = {birth.node for birth in births}, []
+        for birth in births:
+            forward = self.program.nodes[birth.node].forward if birth.node >= 0 else None
+            while forward is not None and forward not in blamed:
+                forward = self.program.nodes[forward].forward
+            if forward is None:
+                kept.append(birth)
+        return kept
 
     def _collect(self, done: Pass, state: Sequence[Birth]) -> tuple[list[Birth], list[Birth]]:
         """Follow the whole symptom back; where births show only after others are neutralised, go round again."""

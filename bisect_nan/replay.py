@@ -154,6 +154,11 @@ class Stretch:
         places = self._changes.get(storage)
         return places is not None and bisect_right(places, cut - 1) > bisect_right(places, since - 1)
 
+    def fills(self, node: Node, number: int) -> bool:
+        """Whether a call made or wrote the memory of a value of its own, rather than return a view of what others wrote."""
+        place = self._place[node.index]
+        return self.changed(self.program.values[number].storage, place, place + 1)
+
     def written_later(self, storage: int, cut: int) -> bool:
         """Whether a call behind the cut writes to a memory."""
         places = self._changes.get(storage)

@@ -1,4 +1,4 @@
-"""Whose data: the rows of the batch that blamed elements belong to."""
+"""Whose data: the rows of the batch that blamed elements are computed from."""
 
 from __future__ import annotations
 
@@ -7,76 +7,61 @@ from collections.abc import Sequence
 
 import torch
 
-from bisect_nan import finite
-from bisect_nan.errors import ReplayError
+from bisect_nan.blame import depended_on
 from bisect_nan.finding import Phase
 from bisect_nan.program import Program
-from bisect_nan.replay import Checkpoint, Env, Run, Stretch
-from bisect_nan.trace import Birth
+from bisect_nan.replay import Checkpoint, Stretch
+from bisect_nan.trace import Marks, execute
 
-_BUDGET = 0.25
-"""Seconds of recorded cost that may be spent on finding rows by trying them one by one."""
+_BUDGET = 0.1
+"""Seconds of recorded cost up to which elements are followed back call by call, which takes tens of times as long."""
 
 
 class Samples:
-    """Follows the batch dimension; where it cannot be followed, replaces rows and looks which elements heal."""
+    """Follows blamed elements back to rows of the batch: by the shape where that is plain, else element by element."""
 
     def __init__(self, program: Program, stretch: Stretch, checkpoints: Sequence[Checkpoint]) -> None:
         """Find the size of the batch: the most common first dimension of its tensors."""
-        self._stretch, self._checkpoints = stretch, checkpoints
+        self._stretch, self._checkpoints, self._program = stretch, checkpoints, program
         inputs = [p.value for p in program.placeholders if p.phase is Phase.INPUT and not p.constant and program.values[p.value].shape]
         sizes = Counter(program.values[value].shape[0] for value in inputs)
         self._size = sizes.most_common(1)[0][0] if sizes else 0
-        start = checkpoints[0].env
-        self._inputs = [value for value in inputs if program.values[value].shape[0] == self._size and value in start]
+        self._inputs = [value for value in inputs if program.values[value].shape[0] == self._size]
 
-    def rows_of_input(self, birth: Birth) -> tuple[int, ...]:
-        """Return the rows in which an input tensor is bad."""
-        if birth.mask.dim() == 0 or birth.mask.shape[0] != self._size:
-            return ()
-        return tuple(birth.mask.flatten(1).any(1).nonzero().flatten().tolist() if birth.mask.dim() > 1 else birth.mask.nonzero().flatten().tolist())
+    def of_input(self, mask: torch.Tensor) -> tuple[int, ...]:
+        """Return the rows of a batch tensor that hold the elements `mask`."""
+        return _rows(mask) if mask.dim() and mask.shape[0] == self._size else ()
 
-    def rows(self, birth: Birth, value: int, mask: torch.Tensor) -> tuple[int, ...]:
-        """Return the rows of the batch that the elements `mask` of a call's result belong to; () where that cannot be told."""
+    def of_result(self, node: int, value: int, mask: torch.Tensor) -> tuple[int, ...]:
+        """Return the rows of the batch that the elements `mask` of a call's result come from; () where that cannot be told."""
         if self._size < 2:  # noqa: PLR2004  (one row: nothing to tell apart)
             return ()
-        guesses = self._guesses(mask)
-        if len(guesses) == 1 and mask.shape[0] == self._size:
-            return guesses[0]
-        for rows in guesses:
-            if len(rows) < self._size and self._carry(rows, birth, value, mask):
+        if mask.dim() and mask.shape[0] == self._size and list(mask.shape).count(self._size) == 1:
+            return _rows(mask)
+        place = self._stretch.cut_after(node)
+        if sum(self._stretch.costs[:place]) < _BUDGET:
+            rows = self._followed(place, value, mask)
+            if len(rows) < self._size:
                 return rows
-        cost = sum(self._stretch.costs[: self._stretch.cut_after(birth.node)])
-        if cost * self._size > _BUDGET:
-            return guesses[0] if guesses else ()
-        return tuple(row for row in range(self._size) if self._carry((row,), birth, value, mask, entirely=False))
+        return _rows(mask) if mask.dim() and mask.shape[0] == self._size else ()
 
-    def _guesses(self, mask: torch.Tensor) -> list[tuple[int, ...]]:
-        """The rows by each dimension that has the size of the batch, or a multiple of it in front (flattened tokens)."""
-        where = mask.nonzero()
-        found = [tuple(sorted(set(where[:, d].tolist()))) for d, size in enumerate(mask.shape) if size == self._size]
-        if not found and mask.dim() and mask.shape[0] % self._size == 0 and mask.shape[0]:
-            group = mask.shape[0] // self._size
-            found = [tuple(sorted(set((where[:, 0] // group).tolist()))), tuple(sorted(set((where[:, 0] % self._size).tolist())))]
-        return found
+    def _followed(self, cut: int, value: int, mask: torch.Tensor) -> tuple[int, ...]:
+        """Return the rows that hold elements from which the elements `mask` are computed."""
+        marks = Marks(self._program)
+        marks.add(value, mask)
+        for checkpoint in reversed([c for c in self._checkpoints if c.cut < cut]):
+            for executed in reversed(execute(self._stretch, checkpoint, cut)):
+                for number in executed.content:
+                    if not self._stretch.fills(executed.node, number):
+                        continue
+                    wanted = marks.take(number)
+                    if wanted is not None:
+                        for argument, needed in depended_on(executed, number, wanted.to(mask.device)).items():
+                            marks.add(argument, needed)
+            cut = checkpoint.cut
+        found = [marks.take(value) for value in self._inputs]
+        return tuple(sorted({row for rows in found if rows is not None for row in _rows(rows)}))
 
-    def _carry(self, rows: Sequence[int], birth: Birth, value: int, mask: torch.Tensor, *, entirely: bool = True) -> bool:
-        """Whether the blamed elements heal (all of them, or any) when rows of the batch are replaced by a healthy one."""
-        healthy = next(row for row in range(self._size) if row not in rows)
-        state: Env = {}
-        for number in self._inputs:
-            tensor = self._checkpoints[0].env[number].clone()
-            for row in rows:
-                tensor[row] = tensor[healthy]
-            state[number] = tensor
-        run, found = Run(self._stretch, self._checkpoints[0], state=state), []
-        cut = self._stretch.cut_after(birth.node)
-        try:
-            run.advance(cut - 1)
-            run.advance(cut, lambda executed: found.append(executed.content[value]))
-        except ReplayError:
-            return False
-        if found[0].shape != mask.shape:
-            return False
-        left = finite.mask(found[0]) & mask
-        return not bool(left.any()) if entirely else bool((left != mask).any())
+
+def _rows(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(mask.reshape(mask.shape[0], -1).any(1).nonzero().flatten().tolist())

@@ -15,7 +15,6 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.blame import responsible, split
-from bisect_nan.finite import NonFinite
 from bisect_nan.intent import Intent, is_mask
 from bisect_nan.program import NO_STORAGE, Placeholder, Program, Value
 from bisect_nan.replay import Checkpoint, Edit, Executed, Run, Stretch
@@ -171,17 +170,12 @@ class Trail:
         return self._reductions[-1:]
 
     def _explain(self, executed: Executed) -> None:
-        values = self._stretch.program.values
         for number, made in executed.content.items():
-            storage = values[number].storage
-            place = self._stretch.cut_after(executed.node.index) - 1
-            if not self._stretch.changed(storage, place, place + 1):
+            if not self._stretch.fills(executed.node, number):
                 continue  # a view: whoever wrote the memory is asked
             mask = self.marks.take(number)
-            if mask is None:
-                continue
-            mask = mask.to(made.device) & finite.mask(made, NonFinite.ANY)
-            if mask.any():
+            mask = None if mask is None else mask.to(made.device) & finite.mask(made)
+            if mask is not None and mask.any():
                 self.explain(executed, number, mask)
 
 

@@ -128,7 +128,7 @@ class Observer(TorchDispatchMode):
 def lineage(observed: Observed, name: str) -> tuple[str, ...]:
     """The ops behind an argument, nearest first, up to the one that says what it is."""
     found: list[str] = []
-    maker = observed.makers.get(name.split("[")[0])
+    maker = observed.makers.get(name.split("[", maxsplit=1)[0])
     while maker is not None and len(found) < 12:
         found.append(maker.call.op)
         if maker.call.op not in _MOVES:
@@ -175,7 +175,7 @@ def evidence_of(
     )
 
 
-def run_one(
+def run_one(  # noqa: PLR0913  (each sets one field of the evidence)
     target: torch._ops.OpOverload,
     *args: Any,
     phase: Phase = Phase.FORWARD,
@@ -242,11 +242,16 @@ def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def observe(code: str, name: str) -> tuple[torch.Tensor, list[torch.Tensor], list[Observed]]:
-    """Execute a piece of example code under an `Observer`: its loss, the gradients behind it, and all calls."""
-    scope: dict[str, Any] = {"torch": torch}
-    exec(compile(code, f"<{name}>", "exec"), scope)  # noqa: S102
+def defined(code: str, name: str) -> Callable[[], torch.Tensor]:
+    """Execute a piece of example code and return the function of that name."""
+    scope: dict[str, Any] = {}
+    exec(compile(code, f"<{name}>", "exec"), scope)  # noqa: S102  (the catalog's own examples)
     function: Callable[[], torch.Tensor] = scope[name]
+    return function
+
+
+def observe(function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], list[Observed]]:
+    """Run a function and its backward pass under an `Observer`: the loss, the gradients behind it, and all calls."""
     with Observer() as observer:
         loss = function()
         behind = leaves(loss)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bisect_nan import Verdict, locate
-from bisect_nan.errors import BisectNanError, SnapshotError, TargetError
 from bisect_nan.child import Request
+from bisect_nan.errors import BisectNanError, SnapshotError, TargetError
 from bisect_nan.targets import Target
 from bisect_nan.targets import load_target as load
 

@@ -1,0 +1,83 @@
+"""Random generators of a step: which one a call draws from, and where its state is not what the previous draw left.
+
+Checkpointing rewinds a generator in the middle of a step, and any code may seed it, so the state is kept wherever it is not the
+continuation of the previous draw. All other draws follow by themselves when the calls are run again in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from bisect_nan.program import GeneratorRef, tensors
+
+Source = int | torch.device
+"""What a call draws from: the generator that it was passed (`GeneratorRef.index`), else the default one of a device other than
+the CPU; 0 is the CPU's default generator in either case."""
+
+
+class Draws:
+    """Watches the generators that a step draws from."""
+
+    def __init__(self) -> None:
+        """Start with the CPU's default generator, which is always number 0."""
+        self._passed: list[torch.Generator] = [torch.default_generator]
+        self._left: dict[Source, torch.Tensor] = {}
+
+    def reference(self, generator: torch.Generator) -> GeneratorRef:
+        """Return the reference to a generator that the step passes to a call."""
+        for index, known in enumerate(self._passed):
+            if known is generator:
+                return GeneratorRef(index)
+        self._passed.append(generator)
+        return GeneratorRef(len(self._passed) - 1)
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the state that the call with these arguments starts from, or None when the previous draw left it so."""
+        source, generator = self._source(args, kwargs)
+        state, left = generator.get_state(), self._left.get(source)
+        return None if left is not None and torch.equal(state, left) else state
+
+    def after(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember the state that the call left."""
+        source, generator = self._source(args, kwargs)
+        self._left[source] = generator.get_state()
+
+    def _source(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Source, torch.Generator]:
+        for item in [*args, *kwargs.values()]:
+            if isinstance(item, torch.Generator):
+                return self.reference(item).index, item
+        source = _implicit([tensor.device for tensor in tensors(list(args)) if tensor is not None], kwargs.get("device"))
+        return source, default_generator(source)
+
+
+def source_of(args: Iterable[Any], devices: Iterable[torch.device]) -> Source:
+    """Return what a recorded call draws from.
+
+    Args:
+        args: All its arguments.
+        devices: Where the tensors that it makes or writes to are.
+    """
+    for item in args:
+        if isinstance(item, GeneratorRef):
+            return item.index
+    return _implicit(devices, None)
+
+
+def default_generator(source: Source) -> torch.Generator:
+    """Return the default generator of the CPU (for 0) or of another device."""
+    if isinstance(source, int):
+        return torch.default_generator
+    generators = torch.get_device_module(source).default_generators  # torch 2.6 to 2.13: torch.cuda, torch.xpu
+    generator: torch.Generator = generators[source.index or 0]
+    return generator
+
+
+def _implicit(devices: Iterable[torch.device], made_on: torch.device | str | None) -> Source:
+    """Return the source of a call that was passed no generator: that of the first device other than the CPU."""
+    for device in [*devices, *([] if made_on is None else [torch.device(made_on)])]:
+        if device.type != "cpu":
+            return device if device.index is not None else torch.device(device.type, 0)
+    return 0

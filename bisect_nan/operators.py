@@ -1,0 +1,221 @@
+"""Which operators a snapshot may name, and what their arguments may be.
+
+A file names operators by text (`aten.mm.default`). A name is looked up in `torch.ops` only, never imported, and only overloads
+that follow these rules are called:
+
+- From torch itself the namespace `aten` alone, without the operators in `_REFUSED`. Torch's other namespaces hold
+  collectives (`c10d`), prepacked kernels (`quantized`, `mkldnn`), tracing and test helpers: no recorded step needs them.
+- From other libraries what the running process has registered already: nothing is loaded for a file.
+- Arguments are tensors, numbers, booleans, generators, devices, dtypes, layouts and memory formats, and lists of those. This rules
+  out whatever takes a storage, a stream, a script object or a process group.
+- Text is the only way to name a file or a process, so texts are allowed only for `aten` arguments that are known to select a
+  variant (`rounding_mode`, `reduce` ...), and never for other libraries.
+
+What is left computes tensors from tensors. It is no sandbox for faults of torch's kernels, some of which crash on hostile values:
+run files of strangers in a process of their own, as the command line does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from bisect_nan.errors import SnapshotError
+from bisect_nan.program import GeneratorRef, Ref
+from bisect_nan.strict_json import shown
+
+_NAME = re.compile(r"([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
+
+_TORCH = frozenset(
+    {
+        "aten",
+        "prim",
+        "prims",
+        "debugprims",
+        "rngprims",
+        "inductor",
+        "inductor_prims",
+        "higher_order",
+        "static_runtime",
+        "export",
+    }
+    | {
+        "quantized",
+        "_quantized",
+        "quantization",
+        "sparse",
+        "mkl",
+        "mkldnn",
+        "mkldnn_prepacked",
+        "onednn",
+        "xnnpack",
+        "prepacked",
+    }
+    | {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor", "rpc", "dist_autograd", "fsdp"}
+    | {
+        "profiler",
+        "debug_mode_ops",
+        "_test",
+        "_native",
+        "cuda",
+        "cudnn",
+        "mps",
+        "metal",
+        "vulkan",
+        "onnx",
+        "onnx_symbolic",
+    }
+    | {"image", "streams", "bucketing", "fbgemm"}
+)
+"""Namespaces of torch (2.6 to 2.13), and `image`, whose operators read and write files."""
+
+_REFUSED = re.compile(
+    r"from_file|set|set_|set_data|_?pin_memory|record_stream"  # files, foreign storages, page-locked memory, streams
+    r"|resize.*|_resize_.*|_copy_from.*|_reshape_alias(_copy)?|_nested_view_from_buffer(_copy)?"  # geometry that nobody checks
+    r"|_sparse_.*_tensor_unsafe|_lazy_clone|_propagate_xla_data|_has_compatible_shallow_copy_type"
+    r"|_backward|retain_grad|requires_grad_|detach_|_make_dual.*|_fw_primal.*|_unpack_dual|_(add|remove)_batch_dim"  # autograd's
+    r"|_cufft_.*|_print|_foobar|_test_.*|get_gradients"  # state of the process
+)
+
+_TEXTS = frozenset(
+    {
+        "approximate",
+        "rounding_mode",
+        "reduce",
+        "mode",
+        "pad_mode",
+        "padding",
+        "padding_side",
+        "interpolation",
+        "indexing",
+    }
+    | {"ord", "p", "norm", "driver", "UPLO", "side", "equation", "activation", "algorithm", "assert_msg", "api_name"}
+)
+"""Text arguments of `aten` that select a variant, or are shown in an error."""
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "Tensor": (
+        Ref,
+        bool,
+        int,
+        float,
+        complex,
+        type(None),
+    ),  # torch passes Python numbers, and None for an undefined tensor
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "number": (bool, int, float, complex),
+    "str": (str,),
+    "Device": (torch.device,),
+    "ScalarType": (torch.dtype,),
+    "Layout": (torch.layout,),
+    "MemoryFormat": (torch.memory_format,),
+    "Generator": (GeneratorRef,),
+}
+"""What a recorded argument of each schema type can be."""
+
+_DO = "call locate(snapshot) in the process that recorded the step; a file cannot carry this call"
+
+
+@cache
+def resolve(name: str) -> torch._ops.OpOverload:
+    """Return the operator that a file names.
+
+    Args:
+        name: `namespace.operator.overload`, as `str` of an overload gives it.
+
+    Raises:
+        SnapshotError: The name has another form, does not exist here, or is not allowed.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise SnapshotError(f"got the operator {shown(name)}", "namespace.operator.overload", _DO)
+    namespace, operator, overload = match.groups()
+    if namespace != "aten" and namespace in _TORCH:
+        raise SnapshotError(f"got the operator {name}", f"an operator of aten, not of {namespace}", _DO)
+    if namespace == "aten" and _REFUSED.fullmatch(operator):
+        raise SnapshotError(f"got the operator {name}", "one that computes tensors from tensors and nothing else", _DO)
+    packet = getattr(getattr(torch.ops, namespace, None), operator, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
+        do = (
+            "use the release of torch that recorded it"
+            if namespace == "aten"
+            else f"import the library of {namespace} first"
+        )
+        raise SnapshotError(
+            f"got the operator {name}, which this process does not have", "an operator of torch.ops", do
+        )
+    target: torch._ops.OpOverload = getattr(packet, overload)
+    for argument, kind in zip(_schema(target).arguments, _types(target), strict=True):
+        base = re.sub(r"Optional\[|List\[|\]", "", kind)
+        if base not in _KINDS or (base == "str" and (namespace != "aten" or argument.name not in _TEXTS)):
+            got = f"got the operator {name}, whose argument {argument.name} is a {kind}"
+            raise SnapshotError(got, "tensors, numbers and names of variants", _DO)
+    return target
+
+
+def misfit(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, object, str] | None:
+    """Return what is wrong with recorded arguments: the place, what was got, and what was expected; None when they fit.
+
+    Only types and counts are looked at; integers have to fit into 64 bits.
+    """
+    schema = _schema(target).arguments
+    types = _types(target)
+    if len(args) > len(schema):
+        return "arguments", len(args), f"at most {len(schema)} arguments of {target}"
+    for position, item in enumerate(args):
+        if schema[position].kwarg_only or not _fits(item, types[position]):
+            return f"argument {position}", item, f"{types[position]} {schema[position].name} of {target}"
+    names = {argument.name: place for place, argument in enumerate(schema)}
+    for name, item in kwargs.items():
+        place = names.get(name, -1)
+        if place < len(args) or not _fits(item, types[place]):
+            return f"argument {shown(name)}", item, "an argument" if place < 0 else f"{types[place]} {name} of {target}"
+    for argument in schema[len(args) :]:
+        if argument.name not in kwargs and not argument.has_default_value():
+            return f"argument {argument.name}", None, f"one, which {target} needs"
+    return None
+
+
+@cache
+def mutable(target: torch._ops.OpOverload) -> tuple[int | str, ...]:
+    """Return the arguments that a call writes to according to its schema: positions, and names of keyword-only ones."""
+    return tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(_schema(target).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def results(target: torch._ops.OpOverload) -> int | None:
+    """Return how many tensors a call returns; None when that depends on its arguments."""
+    types = [str(item.type) for item in _schema(target).returns]
+    return None if any("[" in kind for kind in types) else sum(kind == "Tensor" for kind in types)
+
+
+@cache
+def _types(target: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(str(argument.real_type) for argument in _schema(target).arguments)
+
+
+def _schema(target: torch._ops.OpOverload) -> torch._C.FunctionSchema:
+    return target._schema  # noqa: SLF001  (FunctionSchema has no public accessor)
+
+
+def _fits(item: Any, kind: str) -> bool:
+    if kind.startswith("Optional["):
+        return item is None or _fits(item, kind[len("Optional[") : -1])
+    if kind.startswith("List["):
+        inner = kind[len("List[") : -1]
+        return isinstance(item, list | tuple) and all(_fits(part, inner) for part in item)
+    if type(item) is int:
+        return int in _KINDS[kind] and -(2**63) <= item < 2**63
+    return type(item) in _KINDS[kind]
