@@ -17,6 +17,7 @@ from bisect_nan.finding import Phase, Symptom
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
 from bisect_nan.state import Surroundings, optimizer_tensors
+from bisect_nan.values import shown
 
 Step = Callable[[Any, Any], Any]
 """`step(model, batch) -> loss`."""
@@ -54,83 +55,102 @@ class Recording:
     loss: float
 
 
-def record(model: Any, batch: Any, step: Step, *, optimizer: torch.optim.Optimizer | None = None, backward: bool = True) -> Recording:
-    """Run `step(model, batch)` once under the recorder, then the backward pass, then the optimizer.
+def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Recording:
+    """Run `step(model, batch)` once under the recorder, then the backward pass.
 
-    The backward pass is left out when the loss is already non-finite or needs no gradient, the optimizer's step when a gradient
-    is. Parameters, buffers, gradients, attributes, optimizer state, generators and hooks are afterwards as they were.
+    The backward pass is left out when the loss is already non-finite or needs no gradient. Parameters, buffers, gradients,
+    attributes, the batch, generators and hooks are afterwards as they were, also when the step raises.
 
     Args:
         model: The module (or any object that `step` takes).
         batch: Any pytree of tensors and plain values.
         step: Returns the loss: a scalar tensor, or a mapping or sequence of them (a mapping's "loss", else their sum).
-        optimizer: Recorded as the third part of the program when given.
         backward: Whether to run the backward pass at all.
 
     Raises:
         RecordingError: The step returned no scalar loss, or needs tensors without memory of their own.
     """
-    surroundings = Surroundings(model, optimizer)
-    recorder = Recorder()
-    _name_tensors(recorder, model, batch, optimizer)
-    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    leaves = {**parameters, **{name: leaf for name, leaf in _leaves(batch) if leaf.requires_grad and leaf.is_leaf}}
-    stash = [(leaf, leaf.grad) for leaf in leaves.values()]
-    if optimizer is None:
+    recorder, surroundings = Recorder(), Surroundings(model, batch=batch)
+    try:
+        _name_tensors(recorder, model, batch)
+        leaves = _gradient_leaves(model, batch)
         for leaf in leaves.values():
             leaf.grad = None
-    try:
         with _eager(), _module_paths(model, recorder.modules):
-            return _run(recorder, model, batch, step, optimizer, leaves, backward)
+            return _run(recorder, model, batch, step, leaves, backward)
     finally:
         recorder.restore()
         surroundings.restore()
-        for leaf, gradient in stash:
-            leaf.grad = gradient
+
+
+def record_update(
+    model: Any, optimizer: torch.optim.Optimizer, loss: float, closure: Callable[[], Any] | None = None
+) -> Recording:
+    """Run `optimizer.step()` once under the recorder, on the gradients that are there.
+
+    Parameters, gradients, optimizer state and generators are afterwards as they were. The gradients are inputs of the program,
+    named `gradient of layers.0.weight`.
+
+    Args:
+        model: The module that is trained.
+        optimizer: Its optimizer.
+        loss: The loss of the step, for the report.
+        closure: Computes loss and gradients again, for an optimizer that wants it (LBFGS); it becomes part of the program.
+    """
+    recorder, surroundings = Recorder(), Surroundings(model, optimizer)
+    try:
+        _name_tensors(recorder, model, None)
+        for name, parameter in _parameters(model).items():
+            if parameter.grad is not None:
+                recorder.values.name(parameter.grad, Phase.INPUT, f"gradient of {name}")
+        for name, tensor in optimizer_tensors(optimizer):
+            recorder.values.name(tensor, Phase.OPTIMIZER, name)
+        before = {name for name, tensor in optimizer_tensors(optimizer) if finite.kinds(tensor)}
+        recorder.phase = Phase.OPTIMIZER
+        with _eager(), _module_paths(model, recorder.modules), recorder:
+            optimizer.step(closure)
+        values = recorder.values
+        parameters = {name: parameter for name, parameter in _parameters(model).items() if values.wrote(parameter)}
+        state = {name: tensor for name, tensor in optimizer_tensors(optimizer) if values.seen(tensor)}
+        targets = Targets(
+            parameters={name: recorder.number(parameter) for name, parameter in parameters.items()},
+            optimizer={name: recorder.number(tensor) for name, tensor in state.items()},
+        )
+        kind, found = "parameter", _nonfinite({name: parameter.detach() for name, parameter in parameters.items()})
+        if not found:
+            kind, found = "optimizer", {name: t for name, t in _nonfinite(state).items() if name not in before}
+        program = recorder.finish(targets)
+        return Recording(program, dict(values.tensors), _observed(program, kind, found), loss)
+    finally:
+        recorder.restore()
+        surroundings.restore()
 
 
 def _run(
-    recorder: Recorder,
-    model: Any,
-    batch: Any,
-    step: Step,
-    optimizer: torch.optim.Optimizer | None,
-    leaves: Mapping[str, torch.Tensor],
-    backward: bool,
+    recorder: Recorder, model: Any, batch: Any, step: Step, leaves: Mapping[str, torch.Tensor], backward: bool
 ) -> Recording:
+    values = recorder.values
     with recorder:
         loss = scalar_loss(step(model, batch))
     number = recorder.number(loss)
-    value = float(loss.detach().real) if loss.is_complex() else float(loss.detach())
-    targets = Targets(number)
+    targets, kind = Targets(number), "loss"
     found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
-    kind = "loss"
     if not found and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
-        if optimizer is not None:
-            for leaf in leaves.values():
-                leaf.grad = None
         with recorder:
-            loss.backward()
+            torch.autograd.backward(loss)
+        leaves = {**leaves, **values.leaves}
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
         kind, found = "gradient", _nonfinite(gradients)
     if not found:
         buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
-        written = {name: buffer for name, buffer in buffers.items() if recorder.wrote(buffer)}
+        written = {name: buffer for name, buffer in buffers.items() if values.wrote(buffer)}
         targets = Targets(number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()})
         kind, found = "buffer", _nonfinite(written)
-        found = {name: buffer for name, buffer in found.items() if not finite.kinds(recorder.before(buffer))}
-    if not found and optimizer is not None:
-        recorder.phase = Phase.OPTIMIZER
-        with recorder:
-            optimizer.step()
-        written = {name: leaf for name, leaf in leaves.items() if recorder.wrote(leaf)}
-        numbers = {name: recorder.number(leaf) for name, leaf in written.items()}
-        targets = Targets(number, targets.gradients, targets.buffers, numbers)
-        kind, found = "parameter", _nonfinite({name: leaf.detach() for name, leaf in written.items()})
+        found = {name: buffer for name, buffer in found.items() if not finite.kinds(values.before(buffer))}
     program = recorder.finish(targets)
-    return Recording(program, dict(recorder.tensors), _observed(program, kind, found), value)
+    return Recording(program, dict(values.tensors), _observed(program, kind, found), float(loss.detach()))
 
 
 def scalar_loss(result: Any) -> torch.Tensor:
@@ -145,9 +165,11 @@ def scalar_loss(result: Any) -> torch.Tensor:
         parts = list(result.values()) if isinstance(result, Mapping) else list(result)
         if parts and all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
             result = sum(part.reshape(()) for part in parts)
-    if isinstance(result, torch.Tensor) and result.numel() == 1 and (result.is_floating_point() or result.is_complex()):
+    if isinstance(result, torch.Tensor) and result.numel() == 1 and result.is_floating_point():
         return result
-    got = f"a tensor of shape {tuple(result.shape)} and {result.dtype}" if isinstance(result, torch.Tensor) else f"{type(result).__name__}"
+    got = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        got = f"a tensor of shape {tuple(result.shape)} and {result.dtype}"
     raise RecordingError(
         f"step(model, batch) returned {got}",
         "a scalar floating-point loss, a mapping with one under 'loss', or several scalars",
@@ -177,20 +199,33 @@ def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) ->
     return Observed(Symptom(kind, names[0], labels, len(names) - 1), tuple(names), first)
 
 
-def _name_tensors(recorder: Recorder, model: Any, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:
+def _parameters(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+
+
+def _gradient_leaves(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that the backward pass leaves gradients in, by name; one under two names once."""
+    leaves = _parameters(model)
+    known = {id(leaf) for leaf in leaves.values()}
+    for name, leaf in _batch_tensors(batch):
+        if leaf.requires_grad and leaf.is_leaf and id(leaf) not in known:
+            known.add(id(leaf))
+            leaves[name] = leaf
+    return leaves
+
+
+def _name_tensors(recorder: Recorder, model: Any, batch: Any) -> None:
+    name_it = recorder.values.name
+    for name, parameter in _parameters(model).items():
+        name_it(parameter, Phase.PARAMETER, name)
     if isinstance(model, nn.Module):
-        for name, parameter in model.named_parameters():
-            recorder.name(parameter, Phase.PARAMETER, name)
         for name, buffer in model.named_buffers():
-            recorder.name(buffer, Phase.BUFFER, name)
-    for name, leaf in _leaves(batch):
-        recorder.name(leaf, Phase.INPUT, name)
-    if optimizer is not None:
-        for name, tensor in optimizer_tensors(optimizer):
-            recorder.name(tensor, Phase.OPTIMIZER, name)
+            name_it(buffer, Phase.BUFFER, name)
+    for name, leaf in _batch_tensors(batch):
+        name_it(leaf, Phase.INPUT, name)
 
 
-def _leaves(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a batch with their path: `batch['labels']['depth']`."""
     paths, _ = pytree.tree_flatten_with_path(batch)
     return ((f"batch{pytree.keystr(path)}", leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor))

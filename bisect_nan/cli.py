@@ -163,25 +163,26 @@ def list_causes() -> None:
     """List every cause that can be named, with its summary."""
     from bisect_nan.causes import CAUSES  # noqa: PLC0415  (as in explain)
 
-    out = Console()
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("summary")
     for cause in CAUSES:
         table.add_row(cause.name, cause.summary.format(op="the operation"))
-    out.print(table, soft_wrap=not out.is_terminal)
+    _stdout().print(table)
 
 
 @app.command()
 def inspect(
     snapshot: Annotated[Path, typer.Argument(show_default=False, help="A crash snapshot (`*.safetensors`).")],
+    *,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every tensor and every step of the history.")] = False,
 ) -> None:
     """Show what a snapshot holds, without executing any of it."""
     try:
         manifest = Manifest.read(snapshot)
     except BisectNanError as error:
         _refuse(error)
-    Console().print(to_renderable(manifest), soft_wrap=True)
+    _stdout().print(to_renderable(snapshot, manifest, everything=verbose))
 
 
 def _attend(request: child.Request) -> int:
@@ -199,6 +200,12 @@ def _attend(request: child.Request) -> int:
         err.print(message)
     sys.stdout.write(end.text)
     return end.status
+
+
+def _stdout() -> Console:
+    """Return standard output; into a pipe or a file no line is wrapped."""
+    out = Console()
+    return out if out.is_terminal else Console(width=10_000)
 
 
 def _refuse(error: BisectNanError) -> NoReturn:

@@ -64,7 +64,7 @@ class Symptom:
     """Where the failure shows.
 
     Attributes:
-        kind: `loss`, `gradient`, `parameter`, `buffer` or `input`.
+        kind: `loss`, `gradient`, `parameter`, `buffer`, `input` or `optimizer` (a tensor of the optimizer's own).
         name: Path of the tensor (`layers.0.weight`); `loss` for the loss.
         nonfinite: The kinds of value found there: `nan`, `+inf`, `-inf`.
         others: How many further tensors of the same kind are non-finite.
@@ -77,9 +77,8 @@ class Symptom:
 
     def describe(self) -> str:
         """Return the symptom as a clause: `the gradient of layers.0.weight is nan (and 3 more)`."""
-        noun = {"loss": "the loss", "input": f"the input {self.name}"}.get(self.kind, f"the {self.kind} {self.name}")
-        if self.kind == "gradient":
-            noun = f"the gradient of {self.name}"
+        nouns = {"loss": "the loss", "gradient": f"the gradient of {self.name}", "optimizer": f"the optimizer's {self.name}"}
+        noun = nouns.get(self.kind, f"the {self.kind} {self.name}")
         more = f" (and {self.others} more)" if self.others else ""
         return f"{noun} is {' and '.join(self.nonfinite)}{more}"
 

@@ -1,4 +1,4 @@
-"""Random generators of a step: which one a call draws from, and where its state is not what the previous draw left.
+"""Random generators of a step: which one a call draws from, where its state is not what the previous draw left, and all of them.
 
 Checkpointing rewinds a generator in the middle of a step, and any code may seed it, so the state is kept wherever it is not the
 continuation of the previous draw. All other draws follow by themselves when the calls are run again in order.
@@ -6,7 +6,10 @@ continuation of the previous draw. All other draws follow by themselves when the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ class Draws:
     def __init__(self) -> None:
         """Start with the CPU's default generator, which is always number 0."""
         self._passed: list[torch.Generator] = [torch.default_generator]
+        self._at_first: list[torch.Tensor] = [torch.default_generator.get_state()]
         self._left: dict[Source, torch.Tensor] = {}
 
     def reference(self, generator: torch.Generator) -> GeneratorRef:
@@ -32,6 +36,7 @@ class Draws:
             if known is generator:
                 return GeneratorRef(index)
         self._passed.append(generator)
+        self._at_first.append(generator.get_state())
         return GeneratorRef(len(self._passed) - 1)
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -44,6 +49,11 @@ class Draws:
         """Remember the state that the call left."""
         source, generator = self._source(args, kwargs)
         self._left[source] = generator.get_state()
+
+    def restore(self) -> None:
+        """Put the generators that were passed to calls back to where they were at first."""
+        for generator, state in zip(self._passed, self._at_first, strict=True):
+            generator.set_state(state)
 
     def _source(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Source, torch.Generator]:
         for item in [*args, *kwargs.values()]:
@@ -81,3 +91,38 @@ def _implicit(devices: Iterable[torch.device], made_on: torch.device | str | Non
         if device.type != "cpu":
             return device if device.index is not None else torch.device(device.type, 0)
     return 0
+
+
+class ProcessGenerators:
+    """The states of torch's default generators, and of Python's and NumPy's, as they were when this object was made."""
+
+    def __init__(self) -> None:
+        """Remember the present states; NumPy's only where NumPy has been imported."""
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def state_of(item: Any) -> Callable[[], None] | None:
+    """Return a function that puts a random generator of torch, Python or NumPy back; None when `item` is no such thing."""
+    if isinstance(item, torch.Generator):
+        return functools.partial(item.set_state, item.get_state())
+    if isinstance(item, random.Random):
+        return functools.partial(item.setstate, item.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(item, numpy.random.Generator):
+        return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
+    if numpy is not None and isinstance(item, numpy.random.RandomState):
+        return functools.partial(item.set_state, item.get_state())
+    return None

@@ -10,8 +10,8 @@ top-level key      content
 =================  =========================================================================================================
 `format`           1; grows when a key changes its meaning
 `writer`           the package and release that wrote the file: `"bisect_nan 0.1.0"`
-`symptom`          null for a clean step, else an object: `kind` (`loss`, `gradient`, `parameter`, `buffer`), `name`, `nonfinite`
-                   (list of `nan`, `+inf`, `-inf`) and `others` (how many further tensors of this kind are non-finite)
+`symptom`          null for a clean step, else an object: `kind` (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`), `name`,
+                   `nonfinite` (list of `nan`, `+inf`, `-inf`) and `others` (how many further tensors of this kind are non-finite)
 `loss`             number: the loss as recorded
 `step_number`      integer or null
 `history`          list of objects of numbers, the latest step last: `step`, `loss`, `gradient_norm` ...
@@ -20,7 +20,8 @@ top-level key      content
 `placeholders`     list of objects, one for each tensor that the step did not make itself: `value` (its number), `name`
                    (`layers.0.weight`, `batch['depth']`), `phase` (`input`, `parameter`, `buffer`, `optimizer`), `constant`
                    (boolean), `dtype` (`float32`), `shape` (list) and `device` (`cpu`, `cuda:0`)
-`targets`          object: `loss` (a value number), and `gradients`, `buffers`, `parameters` (objects: name to value number)
+`targets`          object: `loss` (a value number; null for an optimizer's step), and `gradients`, `buffers`, `parameters` and
+                   `optimizer` (objects: name to value number)
 `observed`         null for a clean step, else an object: `names` (the non-finite targets, the earliest first) and `tensor`
                    (what the first one held)
 `storages`         list of `[storage number, device, bytes]`, one for each memory that a placeholder shows. The bytes are the
@@ -30,9 +31,9 @@ top-level key      content
 `program`          object: the calls, see `bisect_nan.encoding`
 =================  =========================================================================================================
 
-A *tensor* that is no placeholder is an object. Strided ones have `entry` (the entry with its memory), `dtype`, `shape`, `stride`
-and `device`; sparse ones `layout` (`sparse_coo`, `sparse_csr` ...), `shape`, `parts` (list of strided ones: indices and values,
-or compressed indices, plain indices and values) and `coalesced`.
+A *tensor* in these lists is an object. Strided ones have `entry` (the entry with its memory), `dtype`, `shape` and `stride`; sparse
+ones `layout` (`sparse_coo`, `sparse_csr` ...), `shape`, `parts` (list of strided ones: indices and values, or compressed indices,
+plain indices and values) and `coalesced`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ _KEYS = frozenset(
     {"format", "writer", "symptom", "loss", "step_number", "history", "environment", "nodes", "placeholders", "targets"}
     | {"observed", "storages", "sparse", "generators", "program"}
 )
+_KINDS = ("loss", "gradient", "buffer", "parameter", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,8 @@ def _symptom(value: object) -> Mapping[str, Any] | None:
     if value is None:
         return None
     symptom = fields(value, "symptom", ("kind", "name", "nonfinite", "others"))
-    if symptom["kind"] not in ("loss", "gradient", "parameter", "buffer"):
-        raise wrong("symptom, kind", symptom["kind"], "loss, gradient, parameter or buffer")
+    if symptom["kind"] not in _KINDS:
+        raise wrong("symptom, kind", symptom["kind"], f"one of {', '.join(_KINDS)}")
     checked_text(symptom["name"], "symptom, name")
     kinds = items(symptom["nonfinite"], "symptom, nonfinite")
     if not kinds or any(kind not in ("nan", "+inf", "-inf") for kind in kinds):

@@ -6,8 +6,8 @@ that follow these rules are called:
 - From torch itself the namespace `aten` alone, without the operators in `_REFUSED`. Torch's other namespaces hold
   collectives (`c10d`), prepacked kernels (`quantized`, `mkldnn`), tracing and test helpers: no recorded step needs them.
 - From other libraries what the running process has registered already: nothing is loaded for a file.
-- Arguments are tensors, numbers, booleans, generators, devices, dtypes, layouts and memory formats, and lists of those. This rules
-  out whatever takes a storage, a stream, a script object or a process group.
+- Arguments are tensors, numbers, booleans, generators, devices, dtypes, layouts and memory formats, and lists of those. This
+  rules out whatever takes a storage, a stream, a script object or a process group.
 - Text is the only way to name a file or a process, so texts are allowed only for `aten` arguments that are known to select a
   variant (`rounding_mode`, `reduce` ...), and never for other libraries.
 
@@ -77,7 +77,7 @@ _REFUSED = re.compile(
     r"from_file|set|set_|set_data|_?pin_memory|record_stream"  # files, foreign storages, page-locked memory, streams
     r"|resize.*|_resize_.*|_copy_from.*|_reshape_alias(_copy)?|_nested_view_from_buffer(_copy)?"  # geometry that nobody checks
     r"|_sparse_.*_tensor_unsafe|_lazy_clone|_propagate_xla_data|_has_compatible_shallow_copy_type"
-    r"|_backward|retain_grad|requires_grad_|detach_|_make_dual.*|_fw_primal.*|_unpack_dual|_(add|remove)_batch_dim"  # autograd's
+    r"|_backward|retain_grad|requires_grad_|_make_dual.*|_fw_primal.*|_unpack_dual|_(add|remove)_batch_dim"  # autograd's
     r"|_cufft_.*|_print|_foobar|_test_.*|get_gradients"  # state of the process
 )
 
@@ -141,7 +141,7 @@ def resolve(name: str) -> torch._ops.OpOverload:
     if namespace == "aten" and _REFUSED.fullmatch(operator):
         raise SnapshotError(f"got the operator {name}", "one that computes tensors from tensors and nothing else", _DO)
     packet = getattr(getattr(torch.ops, namespace, None), operator, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():  # type: ignore[no-untyped-call]
         do = (
             "use the release of torch that recorded it"
             if namespace == "aten"
@@ -185,16 +185,6 @@ def misfit(
 
 
 @cache
-def mutable(target: torch._ops.OpOverload) -> tuple[int | str, ...]:
-    """Return the arguments that a call writes to according to its schema: positions, and names of keyword-only ones."""
-    return tuple(
-        argument.name if argument.kwarg_only else place
-        for place, argument in enumerate(_schema(target).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@cache
 def results(target: torch._ops.OpOverload) -> int | None:
     """Return how many tensors a call returns; None when that depends on its arguments."""
     types = [str(item.type) for item in _schema(target).returns]
@@ -207,7 +197,7 @@ def _types(target: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def _schema(target: torch._ops.OpOverload) -> torch._C.FunctionSchema:
-    return target._schema  # noqa: SLF001  (FunctionSchema has no public accessor)
+    return target._schema  # FunctionSchema has no public accessor
 
 
 def _fits(item: Any, kind: str) -> bool:

@@ -137,24 +137,27 @@ class Targets:
     """The values that a step is judged by, as they are when the program ends.
 
     Attributes:
-        loss: Value number of the loss.
+        loss: Value number of the loss; None for an optimizer's step.
         gradients: Value numbers by parameter path; empty when the backward pass was not recorded.
         buffers: Value numbers of the buffers that the step wrote to.
         parameters: Value numbers of the parameters that the optimizer's step wrote to.
+        optimizer: Value numbers of the optimizer's own tensors after its step.
     """
 
-    loss: int
+    loss: int | None = None
     gradients: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
+    optimizer: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, kind: str) -> Mapping[str, int]:
-        """Return the targets of a symptom's kind (`loss`, `gradient`, `buffer`, `parameter`) by name."""
+        """Return the targets of a symptom's kind (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`) by name."""
         table: dict[str, Mapping[str, int]] = {
-            "loss": {"loss": self.loss},
+            "loss": {} if self.loss is None else {"loss": self.loss},
             "gradient": self.gradients,
             "buffer": self.buffers,
             "parameter": self.parameters,
+            "optimizer": self.optimizer,
         }
         return table[kind]
 
@@ -189,7 +192,7 @@ class Program:
         """Return the program as a `torch.fx.Graph`: one placeholder per outside value, one `call_function` per call.
 
         `meta` of a node holds `index`, `source`, `module` and `phase`. `torch.fx.Interpreter` runs it (without restoring
-        generators or uninitialised memory, which only `bisect_nan.replay` does).
+        generators or uninitialised memory, which only `bisect_nan.replay` does) and returns the loss, or the updated parameters.
         """
         graph = torch.fx.Graph()
         made: dict[int, torch.fx.Node] = {}
@@ -205,7 +208,8 @@ class Program:
             for place, value in enumerate(node.outputs):
                 if value is not None and value not in made:
                     made[value] = call if single else graph.call_function(operator.getitem, (call, place))
-        graph.output(made[self.targets.loss])
+        results = self.targets.parameters.values() if self.targets.loss is None else [self.targets.loss]
+        graph.output(tuple(made[value] for value in results))
         return graph
 
 

@@ -6,7 +6,6 @@ scripted modules all come out as a straight line of calls.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -17,8 +16,9 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
-from bisect_nan.program import NO_STORAGE, Node, Program, Ref, Targets, tensors
+from bisect_nan.program import Node, Program, Ref, Targets, tensors
 from bisect_nan.traits import Traits
+from bisect_nan.uninitialized import Uninitialized
 from bisect_nan.values import Values, shown
 
 _Tensor = torch.Tensor
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
         self.values = Values()
         self.nodes: list[Node] = []
         self._traits: dict[Any, Traits] = {}
-        self._unwritten: dict[int, int] = {}  # storage that nobody has written to or read yet -> the `empty` call that made it
+        self._uninitialized = Uninitialized(self.values, self.nodes)
         self._by_sequence: dict[int, int] = {}  # sequence number of an autograd node -> the call that it is the derivative of
         self._draws = Draws()
         self._lines = Lines()
@@ -62,8 +62,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one ATen call and write it down."""
-        if types:  # a subclass that wraps tensors takes itself apart, and its inner calls come back here
-            return NotImplemented
+        if types and any(kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a wrapper of tensors takes itself apart, and its inner calls come back here
         kwargs = kwargs or {}
         traits = self._traits.get(func)
         if traits is None:
@@ -74,9 +74,11 @@ class Recorder(TorchDispatchMode):
             return self._move(func, args, kwargs)
         node_args = tuple([self._argument(item) for item in args])
         node_kwargs = {key: self._argument(item) for key, item in kwargs.items()} if kwargs else kwargs
-        written = self._before_write(traits, args, kwargs) if traits.written else ()
-        if self._unwritten and not traits.view:
-            self._settle(traits, written, [*args, *kwargs.values()])
+        written = traits.writes(node_args, node_kwargs) if traits.written else ()
+        for number in written:
+            self.values.before_write(number)
+        if self._uninitialized and not traits.view:
+            self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
         autograd, sequence = _current_autograd_node(), _next_sequence() - 1
 
@@ -96,7 +98,9 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.setdefault(sequence, index)
         self._write_down(func, node_args, node_kwargs, outputs, written, cost, autograd, traits.random, state)
         if traits.uninitialized:
-            self._unwritten[values.values[known].storage] = index
+            self._uninitialized.made(known, index)
+        if values.without_memory:
+            values.watch_sparse(traits.view, [*args, *kwargs.values()], result)
         return result
 
     def _write_down(
@@ -140,9 +144,14 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder."""
-        ref = self._reference(tensor)
-        self._keep_uninitialized([ref.value])
-        return ref.value
+        number = self._reference(tensor).value
+        self._uninitialized.used([(number, tensor)], ())
+        return number
+
+    def restore(self) -> None:
+        """Put back what the step wrote into memory from outside, and the generators that it passed to calls."""
+        self.values.restore()
+        self._draws.restore()
 
     def finish(self, targets: Targets) -> Program:
         """Return the program of everything recorded so far."""
@@ -170,19 +179,15 @@ class Recorder(TorchDispatchMode):
         base = self.values.hidden(tensor)
         if base is not None:
             return self._hidden_view(tensor, base)
-        source = self._lines.caller()
-        return self.values.placeholder(tensor, f"constant at {source}" if source else "constant")
+        return self.values.placeholder(tensor, self._lines.caller())
 
     def _hidden_view(self, tensor: torch.Tensor, base: Ref) -> Ref:
         """Write down a view that was made where the dispatcher does not see it (a saved tensor's alias, `.data`)."""
-        dtype = self.values.values[base.value].dtype
-        flags = self.values.values[base.value]
-        if dtype != tensor.dtype or flags.conj or flags.neg or tensor.is_conj() or tensor.is_neg():
-            raise RecordingError(
-                f"a {tensor.dtype} view of {dtype} memory that was made outside of the dispatcher",
-                "views made by torch operations",
-                "make the view with tensor.view(dtype), torch.view_as_real or torch.view_as_complex",
-            )
+        whole = self.values.values[base.value]
+        if whole.dtype != tensor.dtype or whole.conj or whole.neg or tensor.is_conj() or tensor.is_neg():
+            got = f"a {tensor.dtype} view of {whole.dtype} memory that was made outside of the dispatcher"
+            do = "make the view with tensor.view(dtype), torch.view_as_real or torch.view_as_complex"
+            raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         ref = self.values.new(tensor, len(self.nodes))
         self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (ref.value,))
@@ -197,12 +202,49 @@ class Recorder(TorchDispatchMode):
             return ()
         return tuple([None if tensor is None else self._result(tensor) for tensor in tensors(result)])
 
-    # --- memory that is written, and memory that never was ----------------------------------------------------------
+    def _paired(self, items: list[Any]) -> list[tuple[int, torch.Tensor]]:
+        return [(self._reference(tensor).value, tensor) for tensor in tensors(items) if tensor is not None]
 
-    def _before_write(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """Return the values that a call is about to write to, once their memory is safe."""
-        written: list[int] = []
-        for tensor in traits.writes(args, kwargs):
-            self.values.before_write(tensor)
-            written.append(self._reference(tensor).value)
-        return tuple(written)
+    # --- calls that are not written down as they are ----------------------------------------------------------------
+
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that changes what a tensor shows (`t_`, `set_`, `resize_`): in the program, another view of memory.
+
+        Raises:
+            RecordingError: Memory that holds something grows.
+        """
+        tensor: torch.Tensor = args[0]
+        self._reference(tensor)
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        result = func(*args, **kwargs)
+        if storage.nbytes() == size:
+            self._reference(tensor)
+            return result
+        if size:
+            got = f"the step makes a tensor grow from {size} to {storage.nbytes()} bytes in place"
+            raise RecordingError(got, "resize_ of empty tensors only", "allocate it in its final size")
+        self.values.renew(tensor)
+        index, ref = len(self.nodes), self.values.new(tensor, len(self.nodes))
+        options = {"dtype": tensor.dtype, "device": tensor.device}
+        geometry = list(tensor.shape), list(tensor.stride())
+        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (ref.value,))
+        self._uninitialized.made(ref.value, index)
+        return result
+
+    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order operator's own eager implementation with the recording on, so that its calls are seen.
+
+        Raises:
+            RecordingError: It has none.
+        """
+        if func is torch.ops.higher_order.cond:
+            predicate, if_true, if_false, operands = args
+            with self:
+                return (if_true if bool(predicate) else if_false)(*operands)
+        kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)  # torch 2.6 to 2.13
+        if kernel is None:
+            got = f"the higher-order operator {func} without an eager implementation"
+            raise RecordingError(got, "a step that runs eagerly", "run it in eager mode")
+        with self:
+            return kernel(*args, **kwargs)

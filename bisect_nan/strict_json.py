@@ -86,7 +86,7 @@ def number(value: object, place: str) -> float:
     if type(value) is float and math.isfinite(value):
         return value
     if type(value) is int and abs(value) < 2**64:
-        return float(value)
+        return value
     if isinstance(value, str) and value in _NONFINITE:
         return _NONFINITE[value]
     raise wrong(place, value, 'a number, "nan", "inf" or "-inf"')

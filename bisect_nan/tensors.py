@@ -65,7 +65,7 @@ def capture_tensors(request: Request) -> tuple[Snapshot, tuple[str, ...]]:
     batch = {key: saved[key] for key in (source, target) if key}
     step = _step(source, target, criterion, loss)
     with user_code(f"{model} on the input of {path}"):
-        snapshot = Snapshot.capture(network.to(device), batch, step)
+        snapshot = Snapshot.capture(network.to(device), batch, step, step_number=_step_number(saved))
     return snapshot, tuple(_notes(path, saved, used, weights or state_key or ""))
 
 
@@ -77,6 +77,14 @@ def _notes(path: Path, saved: Mapping[str, Any], used: Sequence[str], weights: s
         keys,
         f"Weights from {weights}." if weights else "No --weights: the model ran with those it was built with.",
     ]
+
+
+def _step_number(saved: Mapping[str, Any]) -> int | None:
+    """Return the number of the training step, where the dictionary has it."""
+    number = saved.get("step")
+    if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_floating_point():
+        number = number.item()
+    return number if isinstance(number, int) and number >= 0 else None
 
 
 def _first_key(saved: Mapping[str, Any], keys: Sequence[str], path: Path, what: str) -> str:

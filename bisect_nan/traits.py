@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bisect_nan.program import tensors
+from bisect_nan.program import Ref
 
 _UNINITIALIZED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
@@ -77,10 +77,20 @@ class Traits:
             moves=torch.Tag.inplace_view in tags,
         )
 
-    def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """Yield the tensors that a call with these arguments writes to."""
+    def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the value numbers that a call writes to.
+
+        Args:
+            args: Its positional arguments as in `Node.args`.
+            kwargs: Its keyword arguments likewise.
+        """
         if self.flag is not None and not args[self.flag]:
-            return
+            return ()
+        found: list[int] = []
         for place in self.written:
             item = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            yield from (tensor for tensor in tensors(item) if tensor is not None)
+            if type(item) is Ref:
+                found.append(item.value)
+            elif isinstance(item, list | tuple):
+                found.extend(part.value for part in item if part is not None)
+        return tuple(found)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef  # torch 2.6 to 2.13
 
 from bisect_nan.errors import RecordingError
-from bisect_nan.finding import Phase
-from bisect_nan.program import NO_STORAGE, Placeholder, Ref, Value
+from bisect_nan.finding import Phase, SourceLine
+from bisect_nan.program import NO_STORAGE, Placeholder, Ref, Value, tensors
 
 _STRIDED = torch.strided
 
@@ -49,6 +50,9 @@ class Values:
         makers: Index of the call that made each value; -1 for placeholders.
         placeholders: The values from outside.
         tensors: The placeholders' tensors, by value number.
+        leaves: Tensors without a name that gradients are left in (of a module that is not part of the model), by where the
+            step first used them.
+        without_memory: Tensors that own no storage; they are known by identity, so they must not die.
     """
 
     def __init__(self) -> None:
@@ -61,7 +65,8 @@ class Values:
         self._names: dict[Hashable, tuple[Phase, str]] = {}
         self._memories: dict[int, Memory] = {}
         self._numbered: list[Memory] = []
-        self._kept: list[torch.Tensor] = []  # tensors without memory are known by identity, so they must not die
+        self.leaves: dict[str, torch.Tensor] = {}
+        self.without_memory: list[torch.Tensor] = []
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
         """Say what a tensor from outside is called; of several names for the same the first wins.
@@ -75,7 +80,7 @@ class Values:
             self._names.setdefault(key[0], (phase, name))
             self._remember(tensor, key[0])  # so that its address is not used again when the step drops it
         else:
-            self._kept.append(tensor)
+            self.without_memory.append(tensor)
 
     def new(self, tensor: torch.Tensor, maker: int) -> Ref:
         """Give a number to a tensor that has none yet.
@@ -86,7 +91,7 @@ class Values:
         key = shown(tensor)
         memory = self._remember(tensor, key[0]) if isinstance(key, tuple) else None
         if memory is None:
-            self._kept.append(tensor)
+            self.without_memory.append(tensor)
         elif tensor.is_quantized:
             raise _unsupported("a quantised tensor")
         number = len(self.values)
@@ -117,25 +122,33 @@ class Values:
         memory = self._memories.get(key[0]) if isinstance(key, tuple) else None
         return None if memory is None or memory.base < 0 or key in self._names else Ref(memory.base)
 
-    def placeholder(self, tensor: torch.Tensor, constant: str) -> Ref:
+    def placeholder(self, tensor: torch.Tensor, line: SourceLine | None) -> Ref:
         """Give a number to a new tensor that no call has made.
 
         Args:
             tensor: The tensor.
-            constant: Its name when it has none.
+            line: Where the step first used it; names it when it has no name.
         """
         ref, key = self.new(tensor, -1), shown(tensor)
         named = self._names.get(key)
         if isinstance(key, tuple):
             named = named or self._names.get(key[0])
-            memory = self._memories[key[0]]
-            memory.owner = tensor.untyped_storage()
+            self._memories[key[0]].owner = tensor.untyped_storage()
+        self.tensors[ref.value] = tensor.detach()
         if named is not None:
             self.placeholders.append(Placeholder(ref.value, *named))
+        elif tensor.requires_grad and tensor.is_leaf:
+            name = f"parameter {len(self.leaves)} from {line or 'outside of the model'}"
+            self.leaves[name] = tensor
+            self.placeholders.append(Placeholder(ref.value, Phase.PARAMETER, name))
         else:
-            self.placeholders.append(Placeholder(ref.value, Phase.INPUT, constant, constant=True))
-        self.tensors[ref.value] = tensor.detach()
+            name = f"constant at {line}" if line else "constant"
+            self.placeholders.append(Placeholder(ref.value, Phase.INPUT, name, constant=True))
         return ref
+
+    def seen(self, tensor: torch.Tensor) -> bool:
+        """Whether a recorded call has shown this tensor."""
+        return shown(tensor) in self.known
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -146,23 +159,32 @@ class Values:
             self._numbered.append(memory)
         return memory
 
-    def before_write(self, tensor: torch.Tensor) -> None:
+    def before_write(self, number: int) -> None:
         """Keep the bytes of memory from outside before they are written to for the first time.
 
         Raises:
             RecordingError: The memory is that of a sparse tensor.
         """
-        memory = self._memory_of(tensor)
-        if memory is None or memory.sparse:
+        storage = self.values[number].storage
+        if storage == NO_STORAGE or self._numbered[storage].sparse:
             raise _unsupported("an in-place change of a sparse tensor")
+        memory = self._numbered[storage]
         if memory.owner is not None and memory.original is None:
             memory.original = memory.owner.clone()
 
-    def share_with_sparse(self, tensor: torch.Tensor) -> None:
-        """Remember that a sparse tensor shows the same memory as this one."""
-        memory = self._memory_of(tensor)
-        if memory is not None:
-            memory.sparse = True
+    def watch_sparse(self, view: bool, given: list[Any], made: Any) -> None:
+        """Mark the memory that a call shows through a dense and through a sparse tensor.
+
+        Args:
+            view: Whether what the call made are views of what it was given.
+            given: Its arguments.
+            made: Its results.
+        """
+        dense_made, sparse_made = _by_layout(made)
+        dense_given, sparse_given = _by_layout(given)
+        shared = [*(dense_given if sparse_made else []), *(dense_made if view and sparse_given else [])]
+        for tensor in shared:
+            self._memories[tensor.untyped_storage()._cdata].sparse = True
 
     def renew(self, tensor: torch.Tensor) -> None:
         """Treat the memory of a tensor, empty until now, as another one: nothing that showed it showed any element."""
@@ -214,6 +236,12 @@ def shown(tensor: torch.Tensor) -> Hashable:
         tensor.dtype,
         tensor.is_conj() or tensor.is_neg() and 2,
     )
+
+
+def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the dense tensors of an argument or a result, and the others."""
+    found = [tensor for tensor in tensors(item) if tensor is not None and not tensor._is_zerotensor()]
+    return [t for t in found if t.layout is _STRIDED], [t for t in found if t.layout is not _STRIDED]
 
 
 def _unsupported(what: str) -> RecordingError:

@@ -24,7 +24,7 @@ from bisect_nan.locate import locate
 from bisect_nan.reports import to_text
 from bisect_nan.targets import load_target
 
-_STATUS = {Verdict.CLEAN: CLEAN, Verdict.LOCATED: LOCATED}
+STATUS = {Verdict.CLEAN: CLEAN, Verdict.LOCATED: LOCATED}
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     try:
         finding = _find(request, progress, messages)
         text = _render(finding, request)
-        status = _STATUS.get(finding.verdict, CANNOT_TELL)
+        status = STATUS.get(finding.verdict, CANNOT_TELL)
     except (SnapshotError, TargetError) as error:
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], USAGE
     except BisectNanError as error:

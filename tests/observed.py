@@ -73,12 +73,12 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-class Observer(TorchDispatchMode):
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every ATen call that runs, with copies of what went in and came out."""
 
     def __init__(self) -> None:
         """Start with nothing observed."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Observed] = []
         self._by_sequence: dict[int, Call] = {}
         self._by_storage: dict[int, Observed] = {}
@@ -102,15 +102,19 @@ class Observer(TorchDispatchMode):
         call = Call(func, before, frozen(written), phase, name, source)
         observed = Observed(call, forward, makers, call.op in LITERALS)
         observed.intended |= any(maker.intended for maker in makers.values())
+        # An infinity that no call made was handed in on purpose by the test.
+        observed.intended |= any(
+            finite.has([v], finite.NonFinite.INF) for k, v in call.tensors().items() if k not in makers
+        )
         self.seen.append(observed)
-        self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, call)
+        self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
         fresh = [item for item in written if item is not None and item.untyped_storage().size()]
         if not func.is_view and call.op != "detach":
             self._by_storage.update({item.untyped_storage()._cdata: observed for item in fresh})
         return result
 
     def _place(self) -> tuple[Phase, SourceLine, Call | None, str | None]:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         around = list(frames())
         user = next((frame for frame in around if not frame.f_code.co_filename.startswith(_TORCH)), around[-1])
         source = SourceLine(user.f_code.co_filename, user.f_lineno, user.f_code.co_name)

@@ -138,7 +138,7 @@ CLEAN = Finding(Verdict.CLEAN, search=SearchCost(nodes=20, probes=1, seconds={"t
 LOST = Finding(
     Verdict.NOT_REPRODUCED,
     symptom=Symptom("loss", "loss", ("nan",)),
-    environment=("torch 2.12.0 there, 2.13.0 here", "device cuda:0 there, cpu here"),
+    environment=("Recorded with torch 2.12.0, this is torch 2.13.0.", "Recorded with 8 threads, this process has 2."),
     search=SearchCost(nodes=20, probes=2, seconds={"total": 0.01}),
 )
 FLAKY = Finding(Verdict.FLAKY, symptom=Symptom("parameter", "head.bias", ("nan", "+inf")), loss=1.5)

@@ -81,7 +81,8 @@ def _nothing_over_nothing(evidence: Evidence) -> Match | None:
         return None
     parts, both, _ = found
     note = f"numerator and divisor{_origin(evidence, parts)} are both exactly 0{where(evidence, both)}"
-    return Match(0.95, (note,))
+    narrow = evidence.result.dtype is torch.float16 and evidence.forward is None
+    return Match(0.95, (note,), "put a floor under the divisor that float16 can hold: 1e-4, not 1e-8" if narrow else "")
 
 
 def _something_over_nothing(evidence: Evidence) -> Match | None:

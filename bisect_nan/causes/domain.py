@@ -11,6 +11,13 @@ from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.normalisation import squared_divisor
 from bisect_nan.causes.operands import aligned, base_op, enough, first, ops, under_log, under_root, where
 
+_IN_LOG_FORM = {
+    "_softmax": "take `torch.log_softmax` of the scores instead of the logarithm of their softmax",
+    "sigmoid": "take `torch.nn.functional.logsigmoid(x)` instead of log(sigmoid(x)), and logsigmoid(-x) for log(1 - sigmoid(x))",
+}
+_DIFFERENCES = ops("sub rsub addcmul _foreach_sub _foreach_addcmul")
+_NEAR = 3
+"""How many ops back a difference is still what stands under the root."""
 _DOMAINS: tuple[tuple[frozenset[str], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
     (ops("acos asin"), "[-1, 1]", lambda x: x.abs() > 1),
     (ops("atanh erfinv special_erfinv"), "(-1, 1)", lambda x: x.abs() >= 1),
@@ -24,7 +31,9 @@ def _log_of_zero(evidence: Evidence) -> Match | None:
     argument = under_log(evidence)
     if argument is None or not enough(argument == 0):
         return None
-    return Match(0.97, (f"the argument of the logarithm is exactly 0{where(evidence, argument == 0)}",))
+    note = f"the argument of the logarithm is exactly 0{where(evidence, argument == 0)}"
+    made_by = next((op for op in evidence.ancestors("self") if op in _IN_LOG_FORM), "")
+    return Match(0.97, (note,), _IN_LOG_FORM.get(made_by, ""))
 
 
 def _log_of_negative(evidence: Evidence) -> Match | None:
@@ -44,7 +53,7 @@ def _sqrt_of_negative(evidence: Evidence) -> Match | None:
         return None
     below = argument < 0
     notes = [f"{what} is below 0{where(evidence, below)}, where it is {first(argument, below)}"]
-    if {"sub", "rsub", "addcmul", "_foreach_sub", "_foreach_addcmul"} & set(evidence.ancestors("self")):
+    if _DIFFERENCES & set(evidence.ancestors("self")[:_NEAR]):
         notes.append(
             "it is a difference: two terms that agree in nearly all digits leave a rounding error of either sign"
         )

@@ -7,7 +7,7 @@ import torch
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.operands import aligned, base_op, enough, numbers, ops, result, where, written_by
+from bisect_nan.causes.operands import aligned, base_op, enough, first_index, numbers, ops, result, where, written_by
 
 CONTRACTIONS = ops(
     "mm bmm addmm baddbmm addbmm mv addmv dot vdot addr linear matmul einsum convolution _convolution mkldnn_convolution "
@@ -25,6 +25,12 @@ SUMS = ops(
 )
 """Ops that add up many elements, or subtract a mean or maximum of them."""
 
+_MATRICES = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
 _PAIRS = {"mul": ("self", "other"), "addcmul": ("tensor1", "tensor2")}
 _TERMS = {"add": ("self", "other"), "sub": ("self", "other"), "rsub": ("self", "other")}
 
@@ -44,6 +50,37 @@ def _factors(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None
 
 
+def _row_and_column(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The row and the column whose product is the first blamed element, when the call is a product of matrices."""
+    left, right = (evidence.call.arguments.get(name) for name in _MATRICES.get(evidence.op, ("", "")))
+    place = first_index(evidence)
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor) or not place:
+        return None
+    *batch, row, column = place
+    for index in batch:
+        left, right = left[index], right[index]
+    return numbers(left[row]), numbers(right[:, column])
+
+
+def _product_has_zero_times_inf(evidence: Evidence) -> Match | None:
+    """Judge a sum of products by the terms of its first blamed element, or by its operands where those are not known."""
+    terms = _row_and_column(evidence)
+    if terms is not None:
+        row, column = terms
+        met = ((row == 0) & column.isinf()) | (row.isinf() & (column == 0))
+        if not met.any() or (row.isnan() | column.isnan()).any():
+            return None
+        note = f"{int(met.sum())} of {met.numel()} terms of the element {first_index(evidence)} are 0 * inf"
+        return Match(0.9, (note, *written_by(evidence)))
+    inputs = list(evidence.call.tensors().items())
+    infinite = [name for name, value in inputs if finite.has([value], finite.NonFinite.INF)]
+    zeros = [name for name, value in inputs if name not in infinite and bool((value == 0).any())]
+    if not infinite or not zeros:
+        return None
+    note = f"`{infinite[0]}` holds infinities and `{zeros[0]}` zeros: the sum of products has a term 0 * inf"
+    return Match(0.7, (note, *written_by(evidence)))
+
+
 def _zero_times_inf(evidence: Evidence) -> Match | None:
     factors = _factors(evidence)
     if factors is not None:
@@ -55,13 +92,7 @@ def _zero_times_inf(evidence: Evidence) -> Match | None:
         return Match(0.95, (f"the result is {words} = nan{where(evidence, met)}", *written_by(evidence)))
     if evidence.op not in CONTRACTIONS or not enough(result(evidence).isnan()):
         return None
-    inputs = list(evidence.call.tensors().items())
-    infinite = [name for name, value in inputs if finite.has([value], finite.NonFinite.INF)]
-    zeros = [name for name, value in inputs if name not in infinite and bool((value == 0).any())]
-    if not infinite or not zeros:
-        return None
-    note = f"`{infinite[0]}` holds infinities and `{zeros[0]}` zeros: the sum of products has a term 0 * inf"
-    return Match(0.75, (note, *written_by(evidence)))
+    return _product_has_zero_times_inf(evidence)
 
 
 def _opposite_terms(evidence: Evidence) -> torch.Tensor | None:

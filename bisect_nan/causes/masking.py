@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 
 from bisect_nan import finite
-from bisect_nan.causes import division, domain, ranges
+from bisect_nan.causes import division, domain, ranges, reductions
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
 from bisect_nan.causes.operands import enough, first_index, numbers, result, show, where, written_by
 
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "special_softmax"})
 _FORWARD_FAULTS = (
+    reductions.LOSS_TARGET_INVALID,
     domain.LOG_OF_ZERO,
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,

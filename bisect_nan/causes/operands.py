@@ -185,17 +185,22 @@ def finite_inputs(evidence: Evidence) -> bool:
 
 def written_by(evidence: Evidence) -> tuple[str, ...]:
     """Return a note on who wrote the intended infinities among the inputs, if there are any."""
-    if not evidence.intended:
+    if not evidence.intended or not evidence.inputs_kinds() & finite.NonFinite.INF:
         return ()
     lines = " and ".join(f"`{line.text}` at {line}" if line.text else str(line) for line in evidence.intended[:3])
     return (f"the infinities among the inputs were written by {lines} and are intended",)
 
 
-def where(evidence: Evidence, condition: torch.Tensor) -> str:
-    """Return ` at 3 of 50 elements, first at [1, 0]` for a condition over the blamed elements; "" for a single number."""
+def where(evidence: Evidence, condition: torch.Tensor | None = None) -> str:
+    """Return ` at 3 of 50 elements, first at [1, 0]`, or "" for a single number.
+
+    Args:
+        evidence: The culprit.
+        condition: Bool over the blamed elements; all of them when not given.
+    """
     if evidence.mask.ndim == 0:
         return ""
-    hits = int(condition.sum())
+    hits = int(evidence.mask.sum() if condition is None else condition.sum())
     return f" at {hits} of {evidence.mask.numel()} elements, first at {first_index(evidence, condition)}"
 
 

@@ -10,8 +10,10 @@ import torch
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.operands import HALVES, enough, quotient, where
+from bisect_nan.causes.operands import HALVES, enough, ops, quotient, where
 from bisect_nan.finding import Phase
+
+_ROOT_AND_EPS = ops("add sqrt _foreach_add _foreach_sqrt")
 
 
 def _bad_hyperparameters(evidence: Evidence) -> Iterator[str]:
@@ -40,7 +42,7 @@ def _epsilon_is_lost(evidence: Evidence) -> Match | None:
         return None
     zero = parts.denominator == 0
     ancestors = evidence.ancestors(parts.divisor)
-    if not enough(zero) or not {"add", "sqrt", "_foreach_add", "_foreach_sqrt"} & set(ancestors):
+    if not enough(zero) or (ancestors and not _ROOT_AND_EPS & set(ancestors)):
         return None
     smallest = torch.finfo(evidence.result.dtype).smallest_normal * torch.finfo(evidence.result.dtype).eps
     notes = (
@@ -57,10 +59,8 @@ import torch
 
 def fails():
     weight = torch.ones(3, requires_grad=True)
-    warmup_steps, step = torch.tensor(0.0), 0
-    rate = (step / warmup_steps).item()  # 0 / 0
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.param_groups[0]["lr"] = rate
+    optimizer.param_groups[0]["lr"] = float("nan")  # the schedule's progress: step 0 of 0 warm-up steps
     weight.sum().backward()
     optimizer.step()
     return weight.sum()

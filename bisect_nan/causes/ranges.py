@@ -41,7 +41,16 @@ def _half_overflow(evidence: Evidence) -> Match | None:
     if is_gradient(evidence) or evidence.result.dtype not in HALVES:
         return None
     found = overflowed(evidence, torch.float32)
-    return Match(found[0], (found[1],)) if found else None
+    return Match(found[0], (found[1],), _help_for_masks(evidence)) if found else None
+
+
+def _help_for_masks(evidence: Evidence) -> str:
+    """Speak of the mask where a score was added to the lowest number of the type."""
+    lowest = torch.finfo(evidence.result.dtype).min
+    terms = (aligned(evidence, name) for name in ("self", "other")) if base_op(evidence.call) == "add" else ()
+    if not any(enough(term == lowest) for term in terms if term is not None):
+        return ""
+    return "the lowest float16 plus a negative score is -inf: mask with `masked_fill` after the addition, or in float32"
 
 
 def _half_gradient(evidence: Evidence) -> Match | None:

@@ -12,7 +12,7 @@ import torch
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.operands import numbers
+from bisect_nan.causes.operands import numbers, written_by
 
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 _MEANS = frozenset({"mean", "median", "nanmedian"})
@@ -119,9 +119,28 @@ def _infeasible_alignment(evidence: Evidence) -> Match | None:
     return None
 
 
+def _masked_label(evidence: Evidence) -> Match | None:
+    """Labels whose own class is ruled out: their log-probability is -inf before the loss picks it."""
+    scores, target = evidence.call.arguments.get("self"), evidence.call.arguments.get("target")
+    if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not evidence.kinds():
+        return None
+    classes = min(1, scores.ndim - 1)
+    scored = target != evidence.call.arguments.get("ignore_index", -100)
+    picked = scores.gather(classes, target.where(scored, 0).unsqueeze(classes)).squeeze(classes)
+    ruled_out = finite.mask(picked, finite.NonFinite.NEG_INF) & scored
+    if not ruled_out.any():
+        return None
+    place = [int(i) for i in ruled_out.nonzero()[0]]
+    label = int(target[ruled_out][0])
+    note = f"{int(ruled_out.sum())} labels name a class whose log-probability is -inf, first label {label} at {place}"
+    return Match(0.85, (note, *written_by(evidence)))
+
+
 def _loss_target_invalid(evidence: Evidence) -> Match | None:
     if evidence.op in _CTC:
         return _infeasible_alignment(evidence)
+    if evidence.op in _NLL:
+        return _masked_label(evidence)
     if evidence.op != "binary_cross_entropy" or not evidence.kinds():
         return None
     for name in ("self", "target"):
@@ -218,8 +237,8 @@ LOSS_TARGET_INVALID = Cause(
     matches=_loss_target_invalid,
     explanation="""\
 Connectionist temporal classification needs a frame for each label and a blank between equal neighbours; where fewer
-frames are left no alignment exists, its probability is 0 and the loss -log(0) = inf. A binary cross entropy needs
-probabilities and targets within [0, 1].""",
+frames are left no alignment exists, its probability is 0 and the loss -log(0) = inf. A label whose class was masked
+with -inf has probability 0 as well. A binary cross entropy needs probabilities and targets within [0, 1].""",
     example=_TARGET_EXAMPLE,
     near_miss=_TARGET_NEAR_MISS,
     help="drop or shorten the named samples, keep more frames (less pooling), or pass `zero_infinity=True`",

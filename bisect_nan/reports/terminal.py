@@ -160,7 +160,7 @@ def _verdict(finding: Finding) -> Iterator[Text]:
         yield _fact(f"the loss is {finding.loss:.5g}")
     if finding.verdict is not Verdict.CLEAN:
         for difference in finding.environment:
-            yield _labelled("note", f"differs here: {difference}")
+            yield _labelled("note", difference)
     if finding.verdict in _NEXT:
         yield _labelled("help", _NEXT[finding.verdict])
 

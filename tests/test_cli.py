@@ -1,0 +1,245 @@
+"""The command line as a user meets it: commands, exit statuses, messages, and children that die."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bisect_nan import cli
+from bisect_nan.causes import CAUSES
+from bisect_nan.child import Crash, Request
+from bisect_nan.crash import describe_crash
+from bisect_nan.finding import Finding, Verdict
+
+CASE = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    def step(model, batch):
+        print("printed by the step")
+        hidden = model(batch["x"])
+        return BODY
+    return {"model": nn.Linear(3, 2), "batch": {"x": torch.ones(4, 3)}, "step": step}
+"""
+LOG_OF_ZERO = CASE.replace("BODY", "(hidden * 0.0).log().mean()")
+CLEAN = CASE.replace("BODY", "hidden.square().mean()")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder, in plain text of a fixed width."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def bisect_nan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    code = "from bisect_nan.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def case(text: str) -> str:
+    """Write a case file and return its name."""
+    Path("case.py").write_text(text)
+    return "case.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["--version"], 0), (["run", "--help"], 0), (["run", "--no-such"], 2), (["run", "gone.pt"], 2)],
+)
+def test_answers_without_torch(arguments: list[str], status: int) -> None:
+    """Help, the version and wrong usage are answered by a process that never imports torch."""
+    code = (
+        "import sys\nfrom bisect_nan.cli import app\n"
+        "try:\n    app()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert done.stderr.endswith("False\n")
+
+
+def test_version() -> None:
+    """--version prints the name and the release."""
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"bisect-nan {importlib.metadata.version('bisect_nan')}\n"
+
+
+def test_located() -> None:
+    """A located fault gives the report on stdout and status 1; what the user's code prints goes to stderr."""
+    done = bisect_nan("run", case(LOG_OF_ZERO))
+    assert done.returncode == 1
+    assert done.stdout.startswith("error[log_of_zero]: `log` made the first infinity: 8 of 8 values\n  --> case.py:10 in build.step ")
+    assert "\n10 |     return (hidden * 0.0).log().mean()\n" in done.stdout
+    assert set(done.stderr.splitlines()) == {"printed by the step"}
+
+
+def test_json_is_all_there_is_on_stdout() -> None:
+    """--json prints the finding, which reads back, and the notes of --verbose stay on stderr."""
+    done = bisect_nan("run", case(LOG_OF_ZERO), "--json", "--search", "scan", "-v")
+    finding = Finding.from_dict(json.loads(done.stdout))
+    assert done.returncode == 1
+    assert finding.culprit is not None
+    assert finding.culprit.cause == "log_of_zero"
+
+
+def test_clean() -> None:
+    """A clean step has status 0."""
+    done = bisect_nan("run", case(CLEAN))
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, "clean")
+
+
+def test_saved_snapshot_needs_no_case(folder: Path) -> None:
+    """--save keeps the captured snapshot: it can be inspected and located without the case file."""
+    saved = bisect_nan("run", case(LOG_OF_ZERO), "--save", "crash.safetensors", "-v")
+    assert "Saved the snapshot as crash.safetensors." in saved.stderr
+    assert "chain:" in saved.stdout
+    (folder / "case.py").unlink()
+    located = bisect_nan("run", "crash.safetensors")
+    assert located.returncode == 1
+    assert "case.py:10" in located.stdout
+    shown = bisect_nan("inspect", "crash.safetensors")
+    assert shown.returncode == 0
+    assert "loss is -inf" in shown.stdout
+    assert "weight  float32[2, 3]" in shown.stdout
+    assert "batch['x']  float32[4, 3]" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "gone.safetensors"], "got gone.safetensors, which is no file"),
+        (["run", "text.safetensors"], "text.safetensors"),
+        (["run", "text.safetensors", "--save", "x"], "got --save together with a snapshot"),
+        (["run", "case.py"], "got case.py, which has no function build"),
+        (["run", "case.py", "--model", "a:b"], "got --model together with a case file"),
+        (["inspect", "text.safetensors"], "text.safetensors"),
+        (["inspect", "gone.safetensors"], "gone.safetensors"),
+    ],
+)
+def test_unusable_targets(arguments: list[str], words: str) -> None:
+    """What cannot be used ends with status 2 and one message that says what to do, never a traceback."""
+    Path("text.safetensors").write_text("not a snapshot at all")
+    case("x = 1")
+    done = bisect_nan(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "\ndo this: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_verbose_shows_the_traceback_of_the_users_code() -> None:
+    """-v adds the traceback of an error in the user's own code."""
+    name = case("def build():\n    return 1 / 0")
+    assert "Traceback" not in bisect_nan("run", name).stderr
+    assert "Traceback" in bisect_nan("run", name, "-v").stderr
+
+
+@pytest.mark.parametrize("end", ["SIGSEGV", "SIGKILL"])
+def test_killed_child(end: str) -> None:
+    """A child that a signal kills becomes one message and status 125."""
+    body = f"__import__('os').kill(__import__('os').getpid(), __import__('signal').{end})"
+    done = bisect_nan("run", case(CASE.replace("BODY", body)))
+    assert done.returncode == 125
+    assert done.stdout == ""
+    assert f"error: the working process was killed by {end} (" in done.stderr
+    assert "while it loaded the target and recorded its step\n" in done.stderr
+
+
+def test_child_that_exits_on_its_own() -> None:
+    """Code that ends the process without an answer becomes one message and status 125."""
+    done = bisect_nan("run", case(CASE.replace("BODY", "__import__('os')._exit(3)")))
+    assert done.returncode == 125
+    assert "ended with exit code 3" in done.stderr
+
+
+def test_crashing_kernel_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """When a kernel kills the child during the replay, a careful second run names the node and its line."""
+    bisect_nan("run", case(LOG_OF_ZERO), "--save", "crash.safetensors")
+    # Runs at the start of every Python process below: the replay of a logarithm kills it, as a broken kernel would.
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'bisect_nan.worker' in ' '.join(sys.orig_argv):\n"
+        "    import torch\n"
+        "    call = torch._ops.OpOverload.__call__\n"
+        "    def deadly(self, /, *args, **kwargs):\n"
+        "        if str(self) == 'aten.log.default':\n"
+        "            os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "        return call(self, *args, **kwargs)\n"
+        "    torch._ops.OpOverload.__call__ = deadly\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'hook'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    done = bisect_nan("run", "crash.safetensors")
+    assert done.returncode == 125
+    assert "killed by SIGSEGV (segmentation fault) in stage replay, while it executed node " in done.stderr
+    assert "(aten.log.default at case.py:10)" in done.stderr
+
+
+def test_interrupt_ends_both(folder: Path) -> None:
+    """Ctrl-C ends the command line with status 130, and its child with it."""
+    body = "open('pid', 'w').write(str(__import__('os').getpid())) and __import__('time').sleep(60)"
+    code = "from bisect_nan.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", case(CASE.replace("BODY", body))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as parent:
+        deadline = time.monotonic() + 60
+        while not ((folder / "pid").is_file() and (folder / "pid").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=10) == 130
+        assert parent.stderr is not None
+        assert "Traceback" not in parent.stderr.read()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+
+
+def test_crash_without_a_manifest() -> None:
+    """The message for a crash falls back to the node's number when the file cannot be read."""
+    crash = Crash(-signal.SIGKILL, "replay", 12)
+    text = describe_crash(crash, Request("gone.safetensors"))
+    assert "killed by SIGKILL (most likely for lack of memory) in stage replay, while it executed node 12\n" in text
+    assert "do this: give it more memory" in text
+    assert Crash(-signal.SIGTERM).wanted
+    assert not crash.wanted
+
+
+def test_causes_and_explain() -> None:
+    """`causes` lists every cause, and `explain` says all about one."""
+    listed = bisect_nan("causes")
+    assert listed.returncode == 0
+    assert all(cause.name in listed.stdout for cause in CAUSES)
+    explained = bisect_nan("explain", "log_of_zero")
+    assert explained.returncode == 0
+    assert explained.stdout.startswith("# log_of_zero\n")
+
+
+def test_explain_suggests() -> None:
+    """A mistyped cause is answered with the nearest names and status 2."""
+    done = bisect_nan("explain", "log_of_zer")
+    assert done.returncode == 2
+    assert "log_of_zero" in done.stderr
+
+
+def test_every_verdict_has_a_status() -> None:
+    """Only a clean step is 0 and only a located fault is 1; everything else cannot tell."""
+    from bisect_nan import worker  # noqa: PLC0415  (meant to be the child; imported here for its table)
+
+    statuses = {verdict: worker.STATUS.get(verdict, 125) for verdict in Verdict}
+    assert statuses[Verdict.CLEAN] == 0
+    assert statuses[Verdict.LOCATED] == 1
+    assert {status for verdict, status in statuses.items() if verdict not in (Verdict.CLEAN, Verdict.LOCATED)} == {125}
