@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from bisect_nan.finding import Phase, Symptom
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
 from bisect_nan.state import Surroundings, optimizer_tensors
-from bisect_nan.values import shown
 
 Step = Callable[[Any, Any], Any]
 """`step(model, batch) -> loss`."""
@@ -233,25 +233,26 @@ def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
-    """Keep the path of the running module on top of `stack`, by hooks that are gone afterwards."""
+    """Keep the path of the running module on top of `stack`.
+
+    `nn.Module.__call__` is replaced meanwhile, as `torch.fx.Tracer` does it: hooks would keep modules from their fast paths.
+    """
     paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+    plain = nn.Module.__call__
 
-    def enter(module: nn.Module, _: Any) -> None:
+    @functools.wraps(plain)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stack.append(paths.get(id(module), stack[-1] if stack else ""))
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            stack.pop()
 
-    def leave(*_: Any) -> None:
-        stack.pop()
-
-    hooks = nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
+    nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
 from bisect_nan.errors import SnapshotError
 from bisect_nan.operators import misfit, results
 from bisect_nan.program import NO_STORAGE, Node, Placeholder, Program, Ref, Targets, Value
-from bisect_nan.strict_json import shown, wrong
+from bisect_nan.strict_json import shown, within, wrong
 from bisect_nan.traits import Traits
 
 _SIZED = frozenset(
@@ -27,10 +26,10 @@ _SIZED = frozenset(
 )
 """Operators whose argument `size` is the shape of their result."""
 
-_traits = cache(Traits.of)
-
 _ACCELERATOR_ROOM = 2**40
 """Bytes that no accelerator of today offers."""
+
+_MORE = "open it on a machine with more memory"
 
 
 def check(program: Program, sizes: Mapping[int, int]) -> None:
@@ -44,10 +43,15 @@ def check(program: Program, sizes: Mapping[int, int]) -> None:
         SnapshotError: It is not what a recording can be. Nothing has been executed.
     """
     for number, value in enumerate(program.values):
-        _check_value(value, f"value {number}", len(program.values))
+        try:
+            _check_value(value)
+        except SnapshotError as problem:
+            raise within(f"value {number}", problem) from None
     known = _check_placeholders(program.placeholders, program.values, sizes)
     for node in program.nodes:
-        _check_node(node, program.values, known)
+        _check_arguments(node, known)
+        _check_results(node, program.values)
+        known.update(number for number in node.outputs if number is not None)
     _check_targets(program.targets, program.values, known)
 
 
@@ -55,10 +59,13 @@ def extent(value: Value) -> int:
     """Return how many bytes of its storage a value reaches over, counted from the start of the storage."""
     if 0 in value.shape or value.storage == NO_STORAGE:
         return 0
-    last = sum(step * (size - 1) for step, size in zip(value.stride, value.shape, strict=True))
-    return (value.offset + last + 1) * value.dtype.itemsize
+    last = value.offset
+    for step, size in zip(value.stride, value.shape, strict=True):
+        last += step * (size - 1)
+    return (last + 1) * value.dtype.itemsize
 
 
+@cache
 def room(device: torch.device) -> int:
     """Return how many bytes a device can hold at most."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
@@ -66,25 +73,18 @@ def room(device: torch.device) -> int:
     return _ACCELERATOR_ROOM if device.type != "meta" else 2**62
 
 
-def _check_value(value: Value, place: str, number_of_values: int) -> None:
-    if not NO_STORAGE <= value.storage < number_of_values:
-        raise wrong(f"{place}, storage", value.storage, "a storage of the program")
+def _check_value(value: Value) -> None:
     dimensions = 0 if value.storage == NO_STORAGE else len(value.shape)
     if len(value.stride) != dimensions or (value.storage == NO_STORAGE and value.offset):
-        raise wrong(f"{place}, stride", value.stride, f"{dimensions} strides")
+        raise wrong("stride", list(value.stride), f"{dimensions} strides")
     if value.conj and not value.dtype.is_complex:
-        raise wrong(f"{place}, flags", "a conjugated view", f"no such view of {value.dtype}")
+        raise wrong("flags", "a conjugated view", f"no such view of {value.dtype}")
     limit = room(value.device)
     if extent(value) > limit or math.prod(value.shape) > limit:
-        do = "open it on a machine with more memory"
-        raise SnapshotError(
-            f"{place}: got shape {shown(list(value.shape))}", f"at most {limit} bytes, as this machine has", do
-        )
+        raise SnapshotError(f"shape: got {shown(list(value.shape))}", f"at most {limit} bytes, as this machine has", _MORE)
 
 
-def _check_placeholders(
-    placeholders: Sequence[Placeholder], values: Sequence[Value], sizes: Mapping[int, int]
-) -> set[int]:
+def _check_placeholders(placeholders: Sequence[Placeholder], values: Sequence[Value], sizes: Mapping[int, int]) -> set[int]:
     known: set[int] = set()
     for position, placeholder in enumerate(placeholders):
         place, number = f"placeholder {position}", placeholder.value
@@ -98,81 +98,87 @@ def _check_placeholders(
     return known
 
 
-def _check_node(node: Node, values: Sequence[Value], known: set[int]) -> None:
-    """Check a call, given the values that exist before it; add those that it makes."""
-    place = f"node {node.index}"
+def _check_arguments(node: Node, known: set[int]) -> None:
+    """Check what a call is given, by the values that exist before it and by its operator."""
     problem = misfit(node.target, node.args, node.kwargs)
     if problem is not None:
         where, got, expected = problem
-        raise wrong(f"{place}, {where}", got, expected)
+        raise wrong(f"node {node.index}, {where}", got, expected)
     used = set(node.inputs())
     if not used <= known:
-        raise wrong(place, f"value {min(used - known)} as an argument", "values that exist before the call")
-    if not _mutated(node) <= set(node.written) or not set(node.written) <= used:
-        raise wrong(f"{place}, written", list(node.written), f"the arguments that {node.target} writes to")
-    made = [values[number] for number in node.outputs if number is not None]
-    expected_results = results(node.target)
-    if expected_results is not None and len(node.outputs) != expected_results:
-        raise wrong(f"{place}, outputs", len(node.outputs), f"{expected_results} results of {node.target}")
+        got = f"value {min(used - known)} as an argument"
+        raise wrong(f"node {node.index}", got, "values that exist before the call")
+    mutated = _mutated(node)
+    if (mutated or node.written) and not mutated <= set(node.written) <= used:
+        expected = f"the arguments that {node.target} writes to, {sorted(mutated)}"
+        raise wrong(f"node {node.index}, written", list(node.written), expected)
+
+
+def _check_results(node: Node, values: Sequence[Value]) -> None:
+    """Check what a call is said to make, by its operator and by what the machine can hold."""
+    place = f"node {node.index}"
+    expected = results(node.target)
+    if expected is not None and len(node.outputs) != expected:
+        raise wrong(f"{place}, outputs", len(node.outputs), f"{expected} results of {node.target}")
     if not (math.isfinite(node.cost) and node.cost >= 0):
         raise wrong(f"{place}, cost", node.cost, "seconds")
+    made = [values[number] for number in node.outputs if number is not None]
     claimed = _claimed(node, values)
     if claimed is not None and (not made or claimed != math.prod(made[0].shape)):
-        raise wrong(
-            f"{place}, outputs", [list(value.shape) for value in made], f"{claimed} elements, as the arguments say"
-        )
-    total = sum(extent(value) for value in set(made))
-    limit = max((room(value.device) for value in made), default=0)
-    if total > limit:
-        do = "open it on a machine with more memory"
-        raise SnapshotError(f"{place}: got {total} bytes of results", f"at most {limit}, as this machine has", do)
-    if node.memory is not None:
-        _check_memory(node.memory, made, place)
-    known.update(number for number in node.outputs if number is not None)
+        got = [list(value.shape) for value in made]
+        raise wrong(f"{place}, outputs", got, f"{claimed} elements, as the arguments say")
+    if len(made) > 1:  # one alone is within bounds already
+        memories = {value.storage: extent(value) for value in sorted(made, key=extent)}
+        limit = max(room(value.device) for value in made)
+        if sum(memories.values()) > limit:
+            got = f"got {sum(memories.values())} bytes of results"
+            raise SnapshotError(f"{place}: {got}", f"at most {limit}, as this machine has", _MORE)
+    memory = node.memory
+    if memory is not None and (len(made) != 1 or (memory.shape, memory.dtype) != (made[0].shape, made[0].dtype)):
+        got = f"{memory.dtype} of shape {list(memory.shape)}"
+        raise wrong(f"{place}, memory", got, "what the result of the call is")
 
 
-def _check_memory(memory: torch.Tensor, made: Sequence[Value], place: str) -> None:
-    if len(made) != 1 or (memory.shape, memory.dtype) != (made[0].shape, made[0].dtype):
-        raise wrong(
-            f"{place}, memory", f"{memory.dtype} of shape {list(memory.shape)}", "what the result of the call is"
-        )
+_traits = cache(Traits.of)
 
 
 def _mutated(node: Node) -> set[int]:
     """Return the values that a call writes to according to its operator."""
-    traits, found = _traits(node.target), set()
-    if traits.flag is not None and len(node.args) > traits.flag and not node.args[traits.flag]:
+    traits = _traits(node.target)
+    if not traits.written or (traits.flag is not None and not node.args[traits.flag : traits.flag + 1] == (True,)):
         return set()
+    found: set[int] = set()
     for which in traits.written:
-        item = (
-            node.kwargs.get(which) if isinstance(which, str) else node.args[which] if which < len(node.args) else None
-        )
-        found |= {part.value for part in (item if isinstance(item, list | tuple) else [item]) if isinstance(part, Ref)}
+        item = node.kwargs.get(which) if isinstance(which, str) else node.args[which] if which < len(node.args) else None
+        parts = item if isinstance(item, list | tuple) else [item]
+        found |= {part.value for part in parts if isinstance(part, Ref)}
     return found
+
+
+@cache
+def _sized(target: torch._ops.OpOverload) -> tuple[str, int] | None:
+    """Return name and position of the argument that says how many elements a call makes; None for most operators."""
+    name = str(target).split(".")[1]
+    wanted = "size" if name in _SIZED else {"repeat": "repeats", "eye": "n", "randperm": "n"}.get(name)
+    names = [argument.name for argument in target._schema.arguments]
+    return (name, names.index(wanted)) if wanted in names else None
 
 
 def _claimed(node: Node, values: Sequence[Value]) -> int | None:
     """Return how many elements a call that makes a tensor out of nothing says to make; None for any other call."""
-    name = str(node.target).split(".")[1]
-    whole = [item for item in node.args if type(item) is int]
-    if name in _SIZED:
-        sizes = [item for item in _sizes(node) if isinstance(item, list | tuple)]
-        return math.prod(sizes[0]) if sizes else None
-    if name == "eye" and whole:
-        return whole[0] * whole[-1]
-    match node.args:
-        case [int(size), *_] if name == "randperm":
-            return size
-        case [Ref(source), [*repeats]] if name == "repeat":
-            return math.prod(values[source].shape) * math.prod(repeats)
-    return None
-
-
-def _sizes(node: Node) -> Iterator[Any]:
-    """Yield the argument `size` of a call, if it has one."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "size":
-            yield node.args[position] if position < len(node.args) else node.kwargs.get("size")
+    sized = _sized(node.target)
+    if sized is None or len(node.args) <= sized[1]:
+        return None
+    name, position = sized
+    match name, node.args:
+        case "repeat", [Ref(source), [*repeats]]:
+            return math.prod([*values[source].shape, *repeats])
+        case "eye", [int(rows), int(columns), *_]:
+            return rows * columns
+        case "eye", [int(rows), *_]:
+            return rows * rows
+    size = node.args[position]
+    return int(size) if isinstance(size, int) else math.prod(size)
 
 
 def _check_targets(targets: Targets, values: Sequence[Value], known: set[int]) -> None:

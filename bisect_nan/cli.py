@@ -23,9 +23,9 @@ from rich.table import Table
 from bisect_nan import child
 from bisect_nan.crash import describe_crash
 from bisect_nan.errors import BisectNanError
+from bisect_nan.inspection import to_renderable
 from bisect_nan.manifest import Manifest
 from bisect_nan.meter import meter
-from bisect_nan.inspection import to_renderable
 
 app = typer.Typer(
     name="bisect-nan",
@@ -38,7 +38,9 @@ app = typer.Typer(
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells count it."""
 
-_STATUS = "Exit status: 0 clean · 1 located · 2 usage or unreadable file · 125 cannot tell (not reproduced, flaky, killed)"
+_STATUS = (
+    "Exit status: 0 clean · 1 located · 2 usage or unreadable file · 125 cannot tell (not reproduced, flaky, killed)"
+)
 
 
 class Search(enum.StrEnum):
@@ -117,9 +119,13 @@ def run(  # noqa: PLR0913  (its parameters are the options)
     - `git bisect run bisect-nan run crash.safetensors` works, too.
     """
     if not target.is_file():
-        _refuse(BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path"))
+        _refuse(
+            BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path")
+        )
     if save and target.suffix == ".safetensors":
-        _refuse(BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead"))
+        _refuse(
+            BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
+        )
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
         request = child.Request(
@@ -175,7 +181,9 @@ def list_causes() -> None:
 def inspect(
     snapshot: Annotated[Path, typer.Argument(show_default=False, help="A crash snapshot (`*.safetensors`).")],
     *,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every tensor and every step of the history.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every tensor and every step of the history.")
+    ] = False,
 ) -> None:
     """Show what a snapshot holds, without executing any of it."""
     try:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from bisect_nan import finite
-from bisect_nan.blame import neutralised, split, tamed, typical
+from bisect_nan.blame import split
+from bisect_nan.neutral import distinct, neutralised, tamed, typical
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
 from bisect_nan.replay import Checkpoint, Edit, Env, Executed, Run, Stretch
@@ -38,11 +39,16 @@ def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
 
 
 def _tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
-    """The median, and everything else brought far from the end of the range, as the neighbours of an overflow are close to it."""
+    """The median, and all healthy elements brought far from the end of the range, as the neighbours of an overflow are close to it."""
     return tamed(neutralised(tensor, finite.mask(tensor)))
 
 
-NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, lambda *_: 1.0, lambda *_: 0.0, _tame)
+def _distinct(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
+    """Values without pattern: a constant has no variance and no inverse."""
+    return distinct(tensor)
+
+
+NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, _distinct, lambda *_: 1.0, lambda *_: 0.0, _tame)
 """Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""
 
 
@@ -158,6 +164,8 @@ def _replace(tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, execute
     mask = mask.to(tensor.device)
     value = neutral(tensor, executed, number)
     if neutral is _tame:
-        tensor.copy_(value)
+        mask = mask | ~finite.mask(tensor)
+    if isinstance(value, torch.Tensor):
+        tensor.copy_(torch.where(mask, value, tensor))
     else:
-        tensor[mask] = value[mask] if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+        tensor.masked_fill_(mask, value)

@@ -57,13 +57,18 @@ class Dependence:
 
         Random calls before the last of them belong to it: each draws on from where the one before stopped.
         """
-        wanted = {call for value in targets for call in self.needed(value)}
-        wanted |= {before for call in wanted for before in nx.ancestors(self.graph, call)}
+        wanted = self._with_ancestors(call for value in targets for call in self.needed(value))
         last = max((call for call in self._random if call in wanted), default=-1)
-        for call in self._random:
-            if call < last and call not in wanted:
-                wanted |= {call, *nx.ancestors(self.graph, call)}
-        return sorted(wanted)
+        draws = [call for call in self._random if call < last]
+        return sorted(wanted if wanted.issuperset(draws) else wanted | self._with_ancestors(draws))
+
+    def _with_ancestors(self, calls: Iterable[int]) -> set[int]:
+        """Return calls and everything that they need: one sweep, for a call only needs earlier ones."""
+        wanted = set(calls)
+        for call in range(max(wanted, default=-1), -1, -1):
+            if call in wanted:
+                wanted.update(self.graph.predecessors(call))
+        return wanted
 
     def finished(self, targets: Iterable[int]) -> int:
         """Return how many calls of the program have run when all of `targets` have their final content."""

@@ -116,13 +116,16 @@ class ProcessGenerators:
 
 def state_of(item: Any) -> Callable[[], None] | None:
     """Return a function that puts a random generator of torch, Python or NumPy back; None when `item` is no such thing."""
+    kind = type(item).__name__
+    if kind not in {"Generator", "Random", "RandomState"}:
+        return None
     if isinstance(item, torch.Generator):
         return functools.partial(item.set_state, item.get_state())
     if isinstance(item, random.Random):
         return functools.partial(item.setstate, item.getstate())
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(item, numpy.random.Generator):
-        return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
     if numpy is not None and isinstance(item, numpy.random.RandomState):
         return functools.partial(item.set_state, item.get_state())
+    if numpy is not None and isinstance(item, numpy.random.Generator):
+        return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
     return None

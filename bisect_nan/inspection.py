@@ -92,7 +92,9 @@ def _tensors(held: list[Mapping[str, Any]], *, everything: bool) -> Table:
     for item in held if everything else held[:SHOWN]:
         device = "" if item["device"] == "cpu" else f" on {item['device']}"
         kind = f"{item['dtype']}{item['shape']}{device}"
-        table.add_row(Text(f"  {item['name']}"), Text(kind), Text("constant" if item["constant"] else ""), decimal(_bytes(item)))
+        table.add_row(
+            Text(f"  {item['name']}"), Text(kind), Text("constant" if item["constant"] else ""), decimal(_bytes(item))
+        )
     if not everything and len(held) > SHOWN:
         table.add_row(Text(f"  and {len(held) - SHOWN} more (-v lists all)", style="dim"))
     return table
@@ -101,4 +103,5 @@ def _tensors(held: list[Mapping[str, Any]], *, everything: bool) -> Table:
 def _bytes(placeholder: Mapping[str, Any]) -> int:
     """Return the size of a tensor by the bits in the name of its dtype; names without any (`bool`) are bytes."""
     bits = re.search(r"\d+", placeholder["dtype"])
-    return math.prod(placeholder["shape"]) * (int(bits.group()) if bits else 8) // 8
+    elements: int = math.prod(placeholder["shape"])
+    return elements * (int(bits.group()) if bits else 8) // 8

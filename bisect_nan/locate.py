@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bisect_nan import finite, search
 from bisect_nan.confirm import Interventions
@@ -169,7 +169,19 @@ class _Case:
                 trail.explain(executed, number, mask)
         trail.follow(node)
         guilty = self._judge(of(trail.births, Origin.MADE), of(trail.births, Origin.TURNED))
-        return None if guilty is None else (guilty, _without(trail.births, guilty))
+        return None if guilty is None else (self._narrowed(guilty, done), _without(trail.births, guilty))
+
+    def _narrowed(self, births: list[Birth], done: Pass) -> list[Birth]:
+        """Leave only those elements of the births that are on the way back from the symptom: one call can make harmless ones too."""
+        if all(int(birth.mask.sum()) == 1 for birth in births):
+            return births
+        trail = Trail(self.stretch, done.checkpoints, self.intent)
+        done.run.advance(len(self.stretch))
+        for target in self.targets:
+            trail.marks.add(target, finite.mask(done.run.env[target]))
+        trail.follow(len(self.stretch), min(self.stretch.cut_after(birth.node) - 1 for birth in births if birth.node >= 0))
+        found = {(birth.node, birth.value, birth.origin): birth.mask for birth in trail.births}
+        return [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
 
     def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
         runner = _Runner(self.stretch, start, kinds)

@@ -31,9 +31,9 @@ top-level key      content
 `program`          object: the calls, see `bisect_nan.encoding`
 =================  =========================================================================================================
 
-A *tensor* in these lists is an object. Strided ones have `entry` (the entry with its memory), `dtype`, `shape` and `stride`; sparse
-ones `layout` (`sparse_coo`, `sparse_csr` ...), `shape`, `parts` (list of strided ones: indices and values, or compressed indices,
-plain indices and values) and `coalesced`.
+A *tensor* here is an object. Strided ones have `entry` (the entry with its memory), `dtype`, `shape` and `stride`; sparse ones
+`layout` (`sparse_coo`, `sparse_csr` ...), `shape`, `parts` (strided ones: indices and values, or compressed, plain indices and
+values) and `coalesced`.
 """
 
 from __future__ import annotations

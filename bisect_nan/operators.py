@@ -3,8 +3,8 @@
 A file names operators by text (`aten.mm.default`). A name is looked up in `torch.ops` only, never imported, and only overloads
 that follow these rules are called:
 
-- From torch itself the namespace `aten` alone, without the operators in `_REFUSED`. Torch's other namespaces hold
-  collectives (`c10d`), prepacked kernels (`quantized`, `mkldnn`), tracing and test helpers: no recorded step needs them.
+- From torch itself the namespaces `aten` and `prims` (forward-mode derivatives decompose into these), without the operators in
+  `_REFUSED`. The other ones hold collectives (`c10d`), prepacked kernels (`quantized`, `mkldnn`), tracing and test helpers.
 - From other libraries what the running process has registered already: nothing is loaded for a file.
 - Arguments are tensors, numbers, booleans, generators, devices, dtypes, layouts and memory formats, and lists of those. This
   rules out whatever takes a storage, a stream, a script object or a process group.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -30,82 +31,32 @@ from bisect_nan.strict_json import shown
 
 _NAME = re.compile(r"([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
 
-_TORCH = frozenset(
-    {
-        "aten",
-        "prim",
-        "prims",
-        "debugprims",
-        "rngprims",
-        "inductor",
-        "inductor_prims",
-        "higher_order",
-        "static_runtime",
-        "export",
-    }
-    | {
-        "quantized",
-        "_quantized",
-        "quantization",
-        "sparse",
-        "mkl",
-        "mkldnn",
-        "mkldnn_prepacked",
-        "onednn",
-        "xnnpack",
-        "prepacked",
-    }
-    | {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor", "rpc", "dist_autograd", "fsdp"}
-    | {
-        "profiler",
-        "debug_mode_ops",
-        "_test",
-        "_native",
-        "cuda",
-        "cudnn",
-        "mps",
-        "metal",
-        "vulkan",
-        "onnx",
-        "onnx_symbolic",
-    }
-    | {"image", "streams", "bucketing", "fbgemm"}
+_ALLOWED = ("aten", "prims")
+
+_TORCH = re.compile(
+    r"prim|debugprims|rngprims|higher_order|inductor(_prims)?|static_runtime|export|profiler|debug_mode_ops|_test|_native"
+    r"|_?quantized|quantization|sparse|mkl|mkldnn(_prepacked)?|onednn|xnnpack|prepacked|fbgemm|onnx(_symbolic)?"
+    r"|_?c10d.*|symm_mem|_dtensor|rpc|dist_autograd|fsdp|streams|bucketing|cuda|cudnn|mps|metal|vulkan|image"
 )
-"""Namespaces of torch (2.6 to 2.13), and `image`, whose operators read and write files."""
+"""Further namespaces of torch (2.6 to 2.13), and `image` of torchvision, whose operators read and write files."""
 
 _REFUSED = re.compile(
     r"from_file|set|set_|set_data|_?pin_memory|record_stream"  # files, foreign storages, page-locked memory, streams
     r"|resize.*|_resize_.*|_copy_from.*|_reshape_alias(_copy)?|_nested_view_from_buffer(_copy)?"  # geometry that nobody checks
     r"|_sparse_.*_tensor_unsafe|_lazy_clone|_propagate_xla_data|_has_compatible_shallow_copy_type"
     r"|_backward|retain_grad|requires_grad_|_make_dual.*|_fw_primal.*|_unpack_dual|_(add|remove)_batch_dim"  # autograd's
-    r"|_cufft_.*|_print|_foobar|_test_.*|get_gradients"  # state of the process
+    r"|_cufft_.*|_print|_make_token|_sink_tokens|_foobar|_test_.*|get_gradients"  # state of the process
 )
 
-_TEXTS = frozenset(
-    {
-        "approximate",
-        "rounding_mode",
-        "reduce",
-        "mode",
-        "pad_mode",
-        "padding",
-        "padding_side",
-        "interpolation",
-        "indexing",
-    }
-    | {"ord", "p", "norm", "driver", "UPLO", "side", "equation", "activation", "algorithm", "assert_msg", "api_name"}
+_TEXTS = re.compile(
+    "approximate|rounding_mode|reduce|mode|pad_mode|padding|padding_side|interpolation|indexing|ord|p|norm|driver|UPLO|side|equation"
+    "|activation|algorithm|assert_msg|api_name"
 )
 """Text arguments of `aten` that select a variant, or are shown in an error."""
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "Tensor": (
-        Ref,
-        bool,
-        int,
-        float,
-        complex,
-        type(None),
-    ),  # torch passes Python numbers, and None for an undefined tensor
+    # torch passes Python numbers, and None for an undefined tensor
+    "Tensor": (Ref, bool, int, float, complex, NoneType),
     "int": (int,),
     "float": (float, int),
     "bool": (bool,),
@@ -136,9 +87,9 @@ def resolve(name: str) -> torch._ops.OpOverload:
     if match is None:
         raise SnapshotError(f"got the operator {shown(name)}", "namespace.operator.overload", _DO)
     namespace, operator, overload = match.groups()
-    if namespace != "aten" and namespace in _TORCH:
+    if _TORCH.fullmatch(namespace):
         raise SnapshotError(f"got the operator {name}", f"an operator of aten, not of {namespace}", _DO)
-    if namespace == "aten" and _REFUSED.fullmatch(operator):
+    if namespace in _ALLOWED and _REFUSED.fullmatch(operator):
         raise SnapshotError(f"got the operator {name}", "one that computes tensors from tensors and nothing else", _DO)
     packet = getattr(getattr(torch.ops, namespace, None), operator, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():  # type: ignore[no-untyped-call]
@@ -153,7 +104,7 @@ def resolve(name: str) -> torch._ops.OpOverload:
     target: torch._ops.OpOverload = getattr(packet, overload)
     for argument, kind in zip(_schema(target).arguments, _types(target), strict=True):
         base = re.sub(r"Optional\[|List\[|\]", "", kind)
-        if base not in _KINDS or (base == "str" and (namespace != "aten" or argument.name not in _TEXTS)):
+        if base not in _KINDS or (base == "str" and (namespace != "aten" or not _TEXTS.fullmatch(argument.name))):
             got = f"got the operator {name}, whose argument {argument.name} is a {kind}"
             raise SnapshotError(got, "tensors, numbers and names of variants", _DO)
     return target

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
             self._draws.after(args, kwargs)
         values, index = self.values, len(self.nodes)
         known = len(values.values)
-        outputs = (self._result(result),) if isinstance(result, _Tensor) else self._results(result)
+        outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
         if not written and len(values.values) == known:  # a detach, a question about sizes, a number read by the host
             if outputs and outputs[0] is not None:
                 self._by_sequence.setdefault(sequence, values.makers[outputs[0]])
@@ -189,18 +189,14 @@ class Recorder(TorchDispatchMode):
             do = "make the view with tensor.view(dtype), torch.view_as_real or torch.view_as_complex"
             raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        ref = self.values.new(tensor, len(self.nodes))
-        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (ref.value,))
-        return ref
+        number = self.values.result(tensor, len(self.nodes))
+        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,))
+        return Ref(number)
 
-    def _result(self, tensor: torch.Tensor) -> int:
-        ref = self.values.known.get(shown(tensor))
-        return (self.values.new(tensor, len(self.nodes)) if ref is None else ref).value
-
-    def _results(self, result: Any) -> tuple[int | None, ...]:
+    def _results(self, result: Any, index: int) -> tuple[int | None, ...]:
         if result is None:
             return ()
-        return tuple([None if tensor is None else self._result(tensor) for tensor in tensors(result)])
+        return tuple([None if tensor is None else self.values.result(tensor, index) for tensor in tensors(result)])
 
     def _paired(self, items: list[Any]) -> list[tuple[int, torch.Tensor]]:
         return [(self._reference(tensor).value, tensor) for tensor in tensors(items) if tensor is not None]
@@ -225,11 +221,12 @@ class Recorder(TorchDispatchMode):
             got = f"the step makes a tensor grow from {size} to {storage.nbytes()} bytes in place"
             raise RecordingError(got, "resize_ of empty tensors only", "allocate it in its final size")
         self.values.renew(tensor)
-        index, ref = len(self.nodes), self.values.new(tensor, len(self.nodes))
+        index = len(self.nodes)
+        number = self.values.result(tensor, index)
         options = {"dtype": tensor.dtype, "device": tensor.device}
         geometry = list(tensor.shape), list(tensor.stride())
-        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (ref.value,))
-        self._uninitialized.made(ref.value, index)
+        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,))
+        self._uninitialized.made(number, index)
         return result
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

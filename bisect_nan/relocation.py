@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from bisect_nan.checks import extent
-from bisect_nan.program import Node, Program, Ref, Value
+from bisect_nan.program import NO_STORAGE, Node, Program, Ref, Value
+from bisect_nan.storages import view
 
 _ALIGNMENT = 64
 """Parts start at a multiple of this many bytes, which is one of every element size, too."""
@@ -99,7 +100,13 @@ def moved(program: Program, to: Mapping[torch.device, torch.device]) -> Program:
 
     States of an accelerator's random generator become states of the CPU's where the program moves there: equal ones equal ones,
     so that a checkpointed block draws the same numbers twice, but not the numbers that were recorded.
+
+    Args:
+        program: The program; what uninitialised memory held may still be on the CPU.
+        to: Where the values of each device go; those of other devices stay.
     """
+    if not to and not any(home.type not in ("cpu", "meta") for home in devices(program)):
+        return program
 
     def home(value: Value) -> Value:
         return replace(value, device=to[value.device]) if value.device in to else value
@@ -120,8 +127,28 @@ def moved(program: Program, to: Mapping[torch.device, torch.device]) -> Program:
     return replace(program, values=tuple(map(home, program.values)), nodes=tuple(map(call, program.nodes)))
 
 
+def moved_tensors(tensors: Mapping[int, torch.Tensor], program: Program) -> dict[int, torch.Tensor]:
+    """Return placeholders' tensors, by value number, where the program has them; those that share memory still do."""
+    memories: dict[int, torch.UntypedStorage] = {}
+    found = {}
+    for number, tensor in tensors.items():
+        value = program.values[number]
+        if tensor.device == value.device or value.storage == NO_STORAGE:
+            found[number] = tensor.to(value.device)
+            continue
+        if value.storage not in memories:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            memories[value.storage] = whole.to(value.device).untyped_storage()
+        found[number] = view(memories[value.storage], value)
+    return found
+
+
 def _moved_argument(item: Any, to: Mapping[torch.device, torch.device]) -> Any:
-    return to.get(item, item) if isinstance(item, torch.device) else item
+    if not isinstance(item, torch.device):
+        return item
+    if item in to:
+        return to[item]
+    return next((new for old, new in to.items() if str(item) == old.type), item)
 
 
 def _portable(state: torch.Tensor) -> torch.Tensor:

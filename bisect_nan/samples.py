@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bisect_nan.blame import depended_on
+from bisect_nan.influence import depended_on
 from bisect_nan.finding import Phase
 from bisect_nan.program import Program
 from bisect_nan.replay import Checkpoint, Stretch

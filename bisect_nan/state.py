@@ -5,6 +5,7 @@ That is attributes, gradients, the batch, optimizer state, and where tensors lie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
@@ -126,25 +127,27 @@ def _attributes(namespace: dict[str, Any]) -> Undo:
     The containers among them get their present items back, the random generators their state.
     """
     before = dict(namespace)
-    undoes = [_container(value) for value in before.values() if isinstance(value, _CONTAINERS)]
-    undoes += [undo for undo in map(state_of, before.values()) if undo is not None]
+    undoes = [_container(value) if _holds_items(type(value)) else state_of(value) for value in before.values()]
 
     def undo() -> None:
         for key in [key for key in namespace if key not in before]:
             del namespace[key]
         namespace.update(before)
         for restore in undoes:
-            restore()
+            if restore is not None:
+                restore()
 
     return undo
 
 
-_CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
+@functools.cache
+def _holds_items(kind: type) -> bool:
+    return issubclass(kind, MutableMapping | MutableSequence | MutableSet)
 
 
 def _containers(batch: Any) -> Iterable[Undo]:
     """Yield what gives every container in a batch its present items back: a step may pop its labels."""
-    if isinstance(batch, _CONTAINERS):
+    if _holds_items(type(batch)):
         yield _container(batch)
     if isinstance(batch, MutableMapping):
         batch = batch.values()

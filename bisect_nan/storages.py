@@ -41,6 +41,12 @@ def view(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
     return negated
 
 
+def cut(storage: torch.UntypedStorage, start: int, end: int) -> torch.UntypedStorage:
+    """Return a copy of the bytes of a storage from `start` to `end`."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+    return whole.clone().untyped_storage()
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,14 @@ def wrong(place: str, got: object, expected: str) -> SnapshotError:
     return SnapshotError(f"{place}: got {shown(got)}", expected, _DO)
 
 
+def within(place: str, problem: SnapshotError) -> SnapshotError:
+    """Return an error with the place of the part in front that its own place is a part of: `node 3, argument 1: ...`.
+
+    Building the names of all places beforehand would take longer than reading the file.
+    """
+    return SnapshotError(f"{place}, {problem.got}", problem.expected, problem.do)
+
+
 def shown(value: object) -> str:
     """Return a short printable form of anything that was found in a file."""
     if isinstance(value, int) and not -(2**64) < value < 2**64:

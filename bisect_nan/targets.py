@@ -63,7 +63,9 @@ def load_target(request: Request) -> Target:
     unused = [f"--{name}" for name in ("model", "weights", "loss") if getattr(request, name)]
     if unused:
         kind = "a snapshot, which carries its program" if path.suffix == ".safetensors" else "a case file"
-        raise TargetError(f"got {' and '.join(unused)} together with {kind}", "the file alone", "leave these options out")
+        raise TargetError(
+            f"got {' and '.join(unused)} together with {kind}", "the file alone", "leave these options out"
+        )
     if path.suffix == ".py":
         return _from_case(path, request)
     return Target(Snapshot.load(path, device=request.device or None), captured=False)

@@ -133,10 +133,10 @@ class Trail:
         self.births: list[Birth] = []
         self._reductions: list[Birth] = []
 
-    def follow(self, cut: int) -> None:
-        """Walk back from `cut` to the start, or until every mark is explained."""
+    def follow(self, cut: int, since: int = 0) -> None:
+        """Walk back from `cut` to the start, or until every mark is explained, or all calls behind the cut `since` were asked."""
         for checkpoint in reversed([c for c in self._checkpoints if c.cut < cut]):
-            if not self.marks:
+            if not self.marks or cut <= since:
                 return
             for executed in reversed(execute(self._stretch, checkpoint, cut, self._edits)):
                 self._explain(executed)

@@ -21,8 +21,11 @@ from bisect_nan.errors import BisectNanError, TargetError
 
 CALLABLE = "module:callable, such as my_package.models:build or models.py:build"
 
-_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 """Folders whose frames are not the user's."""
+
+_KERNELS = (RuntimeError, IndexError, ValueError)
+"""What torch's kernels raise about wrong operands; under the recorder they are called from a frame of this package."""
 
 
 @contextlib.contextmanager
@@ -33,27 +36,36 @@ def user_code(what: str) -> Iterator[None]:
         what: What runs inside, for the message (`build() of case.py`).
 
     Raises:
-        TargetError: The code raised; errors of this package and a lack of memory pass through as they are.
+        TargetError: The code raised; this package's own errors and faults and a lack of memory pass through as they are.
     """
     try:
         yield
     except (BisectNanError, MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if len(frames) > 1 and frames[-1].filename.startswith(_OURS) and not isinstance(error, _KERNELS):
+            raise
         text = " ".join(str(error).split())
-        got = f"got {type(error).__name__} from {what}{_place(error)}" + (f": {text}" if text else "")
+        got = f"got {type(error).__name__} from {what}{_place(error, frames)}" + (f": {text}" if text else "")
         do = "run it in Python and mend it (-v shows the traceback)"
         raise TargetError(got, "code that runs through", do) from error
 
 
-def _place(error: BaseException) -> str:
+def _place(error: BaseException, frames: traceback.StackSummary) -> str:
     """Return ` at file:line in function` for the innermost frame of an error that is the user's own."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_OUTSIDE, "<")):
-            path = Path(frame.filename)
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            return f" at {shown}:{frame.lineno} in {frame.name}"
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {_shown(error.filename)}:{error.lineno}"
+    for frame in reversed(frames):
+        if not frame.filename.startswith((_TORCH, _OURS, "<")):
+            return f" at {_shown(frame.filename)}:{frame.lineno} in {frame.name}"
     return ""
+
+
+def _shown(filename: str) -> str:
+    """Return a path relative to the working directory where it lies below it."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def import_file(path: Path) -> ModuleType:

@@ -18,6 +18,7 @@ from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.program import NO_STORAGE, Placeholder, Ref, Value, tensors
 
 _STRIDED = torch.strided
+_CONJUGATED, _NEGATED = 1, 2
 
 
 @dataclass(slots=True)
@@ -82,34 +83,33 @@ class Values:
         else:
             self.without_memory.append(tensor)
 
-    def new(self, tensor: torch.Tensor, maker: int) -> Ref:
-        """Give a number to a tensor that has none yet.
+    def result(self, tensor: torch.Tensor, maker: int) -> int:
+        """Return the number of a tensor that the call with index `maker` returned.
 
         Raises:
             RecordingError: The tensor is nested or quantised.
         """
         key = shown(tensor)
-        memory = self._remember(tensor, key[0]) if isinstance(key, tuple) else None
-        if memory is None:
-            self.without_memory.append(tensor)
-        elif tensor.is_quantized:
-            raise _unsupported("a quantised tensor")
+        ref = self.known.get(key)
+        return (self._add(tensor, key, maker) if ref is None else ref).value
+
+    def _add(self, tensor: torch.Tensor, key: Hashable, maker: int) -> Ref:
+        """Give a number to a tensor that has none yet."""
         number = len(self.values)
-        self.values.append(
-            Value(
-                storage=NO_STORAGE if memory is None else memory.number,
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                stride=() if memory is None else tensor.stride(),
-                offset=0 if memory is None else tensor.storage_offset(),
-                device=tensor.device,
-                conj=tensor.is_conj(),
-                neg=tensor.is_neg(),
-            )
-        )
+        if isinstance(key, tuple):
+            address, offset, shape, stride, dtype, flags = key
+            memory = self._memories.get(address) or self._remember(tensor, address)
+            if memory.base < 0:
+                memory.base = number
+            if tensor.is_quantized:
+                raise _unsupported("a quantised tensor")
+            conj, neg = flags & _CONJUGATED > 0, flags & _NEGATED > 0
+            value = Value(memory.number, dtype, tuple(shape), stride, offset, tensor.device, conj, neg)
+        else:
+            self.without_memory.append(tensor)
+            value = Value(NO_STORAGE, tensor.dtype, tuple(tensor.shape), (), 0, tensor.device)
+        self.values.append(value)
         self.makers.append(maker)
-        if memory is not None and memory.base < 0:
-            memory.base = number
         ref = self.known[key] = Ref(number)
         return ref
 
@@ -129,7 +129,8 @@ class Values:
             tensor: The tensor.
             line: Where the step first used it; names it when it has no name.
         """
-        ref, key = self.new(tensor, -1), shown(tensor)
+        key = shown(tensor)
+        ref = self._add(tensor, key, -1)
         named = self._names.get(key)
         if isinstance(key, tuple):
             named = named or self._names.get(key[0])
@@ -142,6 +143,8 @@ class Values:
             self.leaves[name] = tensor
             self.placeholders.append(Placeholder(ref.value, Phase.PARAMETER, name))
         else:
+            if isinstance(key, tuple) and not tensor.untyped_storage().resizable():
+                self.tensors[ref.value] = _copied(tensor)  # NumPy may write to it again before the step ends
             name = f"constant at {line}" if line else "constant"
             self.placeholders.append(Placeholder(ref.value, Phase.INPUT, name, constant=True))
         return ref
@@ -200,8 +203,7 @@ class Values:
         memory = self._memory_of(tensor)
         if memory is None or memory.original is None:
             return tensor.detach()
-        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return seen.set_(memory.original, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _through(memory.original, tensor)
 
     def restore(self) -> None:
         """Put back what the step wrote into memory from outside: parameters, buffers, batch, optimizer state."""
@@ -234,8 +236,19 @@ def shown(tensor: torch.Tensor) -> Hashable:
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
-        tensor.is_conj() or tensor.is_neg() and 2,
+        tensor.is_conj() * _CONJUGATED + tensor.is_neg() * _NEGATED,
     )
+
+
+def _through(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return what a storage shows when it is seen as `like` sees its own."""
+    seen = torch.empty(0, dtype=like.dtype, device=like.device)
+    return seen.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same view of a copy of the tensor's whole memory."""
+    return _through(tensor.untyped_storage().clone(), tensor)
 
 
 def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

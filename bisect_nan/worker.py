@@ -31,7 +31,7 @@ def main() -> int:
     """Do what the request on the command line asks, and send the answer."""
     request = Request(**json.loads(sys.argv[1]))
     send = _sender()
-    last = {"stage": "load", "node": -1}
+    last: dict[str, Any] = {"stage": "load", "node": -1}
 
     def progress(stage: str, done: int, total: int) -> None:
         last.update(stage=stage, node=done)
@@ -68,7 +68,7 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     scratch = Path(request.scratch)
     progress("load", 0, 0)
     target = load_target(request)
-    if request.verbose:
+    if request.verbose or target.snapshot is None:
         messages += target.notes
     if target.snapshot is None:
         return Finding(Verdict.CLEAN, search=SearchCost())

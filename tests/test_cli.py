@@ -46,10 +46,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+MAIN = "from bisect_nan.cli import main; main()"
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (this very interpreter)
+
+
 def bisect_nan(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
-    code = "from bisect_nan.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return python(MAIN, *arguments)
 
 
 def case(text: str) -> str:
@@ -68,21 +76,25 @@ def test_answers_without_torch(arguments: list[str], status: int) -> None:
         "import sys\nfrom bisect_nan.cli import app\n"
         "try:\n    app()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = python(code, *arguments)
     assert done.returncode == status
     assert done.stderr.endswith("False\n")
 
 
 def test_version() -> None:
     """--version prints the name and the release."""
-    assert CliRunner().invoke(cli.app, ["--version"]).output == f"bisect-nan {importlib.metadata.version('bisect_nan')}\n"
+    assert (
+        CliRunner().invoke(cli.app, ["--version"]).output == f"bisect-nan {importlib.metadata.version('bisect_nan')}\n"
+    )
 
 
 def test_located() -> None:
     """A located fault gives the report on stdout and status 1; what the user's code prints goes to stderr."""
     done = bisect_nan("run", case(LOG_OF_ZERO))
     assert done.returncode == 1
-    assert done.stdout.startswith("error[log_of_zero]: `log` made the first infinity: 8 of 8 values\n  --> case.py:10 in build.step ")
+    assert done.stdout.startswith(
+        "error[log_of_zero]: `log` made the first infinity: 8 of 8 values\n  --> case.py:10 in build.step "
+    )
     assert "\n10 |     return (hidden * 0.0).log().mean()\n" in done.stdout
     assert set(done.stderr.splitlines()) == {"printed by the step"}
 
@@ -194,9 +206,8 @@ def test_crashing_kernel_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path)
 def test_interrupt_ends_both(folder: Path) -> None:
     """Ctrl-C ends the command line with status 130, and its child with it."""
     body = "open('pid', 'w').write(str(__import__('os').getpid())) and __import__('time').sleep(60)"
-    code = "from bisect_nan.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", case(CASE.replace("BODY", body))]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-c", MAIN, "run", case(CASE.replace("BODY", body))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as parent:  # noqa: S603  (as in python)
         deadline = time.monotonic() + 60
         while not ((folder / "pid").is_file() and (folder / "pid").read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -142,7 +142,30 @@ LOST = Finding(
     search=SearchCost(nodes=20, probes=2, seconds={"total": 0.01}),
 )
 FLAKY = Finding(Verdict.FLAKY, symptom=Symptom("parameter", "head.bias", ("nan", "+inf")), loss=1.5)
+LAYERS = replace(
+    LOCATED,
+    culprits=tuple(replace(FORWARD, node=27 + 40 * i, module=f"layers.{9 + i}.attention") for i in range(3)),
+    innocents=LOCATED.innocents * 3,
+)
+UPDATE = replace(
+    FORWARD,
+    phase=Phase.OPTIMIZER,
+    cause="optimizer_eps_underflow",
+    op="aten.addcdiv_.default",
+    kernel="aten.addcdiv_.default",
+    source=None,
+    module="",
+    chain=(),
+    notes=(),
+    outputs=(TensorSummary("out", "f16", (6,), nan=1, pos_inf=2, low=0.1, high=0.3, first=(4,)),),
+    samples=(),
+    help="give the optimizer an eps that the type can hold",
+    remedy=Remedy("float32", "keep float32 master weights"),
+)
+OPTIMIZER = replace(GRADIENT, symptom=Symptom("parameter", "head.bias", ("nan", "+inf")), culprits=(UPDATE,))
 REPORTS = {
+    "layers": LAYERS,
+    "optimizer": OPTIMIZER,
     "forward": LOCATED,
     "backward": GRADIENT,
     "input": INPUT,

@@ -1,0 +1,126 @@
+"""Which input elements the elements of one call's result are computed from.
+
+Elementwise calls are answered by position. Of any other call the derivative on healthy values tells; those are in the order of the
+actual values, so that a selection selects the same elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from bisect_nan.neutral import ordered
+from bisect_nan.program import Node, Ref
+from bisect_nan.replay import Env, Executed
+
+_ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"}
+"""Elementwise calls that torch does not tag as pointwise (or not in every release)."""
+
+
+def depended_on(executed: Executed, number: int, mask: torch.Tensor) -> Env:
+    """Return all input elements, healthy or not, that the elements `mask` of a result are computed from, by value number.
+
+    Inputs whose influence cannot be followed (a call without derivative, the indices of most calls) are left out.
+    """
+    seen = aligned(executed, number, {n: torch.ones_like(t, dtype=torch.bool) for n, t in executed.inputs.items()})
+    if seen is not None:
+        return {n: gathered(mask & m, executed.inputs[n].shape) for n, m in seen.items()}
+    found = influence(executed, number, mask)
+    if name(executed.node) == "embedding":
+        indices = executed.node.args[1].value
+        found[indices] = mask.any(-1)
+    return found
+
+
+def aligned(executed: Executed, number: int, masks: Env) -> Env | None:
+    """Return, for an elementwise call, the marked elements of each input as the output reads them; None for any other call.
+
+    Args:
+        executed: The call.
+        number: Which of its values.
+        masks: Bool tensors in the shapes of inputs, by value number.
+    """
+    node, shape = executed.node, executed.content[number].shape
+    if torch.Tag.pointwise not in node.target.tags and name(node) not in _ELEMENTWISE:
+        return None
+    if len(executed.content) > 1:
+        return None  # a call over lists
+    try:
+        seen = {n: m.expand(shape) for n, m in masks.items()}
+    except RuntimeError:
+        return None
+    unread = _unread(executed, shape)
+    return {n: m & ~unread[n] if n in unread else m for n, m in seen.items()}
+
+
+def _unread(executed: Executed, shape: torch.Size) -> Env:
+    """Return, for calls that select, the elements of each input that are not looked at."""
+    node, inputs = executed.node, executed.inputs
+    operands = [item.value if isinstance(item, Ref) else None for item in node.args]
+    everything = torch.ones((), dtype=torch.bool).expand(shape)
+    match name(node), operands:
+        case "where", [int(condition), first, second, *_]:
+            chosen = inputs[condition].expand(shape).bool()
+            skipped = {first: ~chosen, second: chosen}
+            if first == second:
+                return {}
+            return {n: m for n, m in skipped.items() if n is not None}
+        case "masked_fill", [int(target), int(chosen), *_]:
+            return {target: inputs[chosen].expand(shape).bool()}
+        case "copy", [int(target), int(source), *_] if target != source:
+            return {target: everything}
+        case "fill", [int(target), *_]:
+            return {target: everything}
+    return {}
+
+
+def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
+    """Return the floating input elements with a nonzero derivative, on healthy values, of the elements `mask`.
+
+    A selection takes NaN for the highest value or for the lowest, so both are tried where there is any.
+    """
+    found: Env = {}
+    orders = (True, False) if any(bool(t.isnan().any()) for t in executed.inputs.values()) else (True,)
+    for highest in orders:
+        for n, m in _derivative(executed, number, mask, nan_highest=highest).items():
+            found[n] = found[n] | m if n in found else m
+    return found
+
+
+def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool) -> Env:
+    inputs = {n: t for n, t in executed.inputs.items() if is_number(t)}
+    leaves = {n: ordered(t, nan_highest=nan_highest).requires_grad_() for n, t in inputs.items()}
+    try:
+        with torch.enable_grad():
+            made = executed.differentiably({n: leaves[n] * 1 if n in leaves else t for n, t in executed.inputs.items()})[number]
+            if not made.requires_grad:
+                return {}
+            gradients = torch.autograd.grad(made, list(leaves.values()), mask.to(made.dtype), allow_unused=True)
+    except (RuntimeError, NotImplementedError):
+        return {}  # no derivative
+    return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}
+
+
+def name(node: Node) -> str:
+    """Return the name of a call without namespace, overload and the underscore of in-place calls."""
+    called: str = node.target._schema.name.split("::")[1]  # noqa: SLF001  (FunctionSchema has no public accessor)
+    return called.removesuffix("_")
+
+
+def is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's dtype can hold non-finite values."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def union(masks: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return where any of the masks is set, in the shape of `like`."""
+    found = torch.zeros_like(like)
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def gathered(mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Reduce a mask of the output's shape to the shape of an input that was broadcast to it."""
+    return mask.to(torch.float32).sum_to_size(shape) > 0

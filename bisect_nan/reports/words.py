@@ -1,0 +1,100 @@
+"""The words that every report shares: plain strings about culprits and symptoms, without layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bisect_nan.finding import Culprit, Finding, Phase, Symptom
+from bisect_nan.finite import TensorSummary
+
+_SHOWN = 6
+"""So many names of a long list are printed: the first ones, and the last."""
+
+_PLUMBING = frozenset(
+    {"alias", "clone", "copy", "detach", "expand", "permute", "reshape", "select", "slice", "split", "squeeze", "t"}
+    | {"to_copy", "transpose", "unbind", "unsafe_view", "unsqueeze", "view"}
+)
+"""Calls that move values around; they are left out where the way to the symptom is told in one line."""
+
+_PLACES = {Phase.BACKWARD: " in the backward pass", Phase.OPTIMIZER: " in the optimizer's step"}
+
+
+def groups(culprits: Sequence[Culprit]) -> Sequence[Sequence[Culprit]]:
+    """Put culprits together that are one line with one cause: a layer used ten times, an update of ten parameters."""
+    found: dict[object, list[Culprit]] = {}
+    for culprit in culprits:
+        same = (culprit.phase, culprit.cause, culprit.op, culprit.kernel, culprit.source, culprit.name)
+        found.setdefault(same, []).append(culprit)
+    return list(found.values())
+
+
+def place_of(culprit: Culprit) -> str:
+    """Return a node's number and module."""
+    return f"{culprit.node} in {culprit.module}" if culprit.module else str(culprit.node)
+
+
+def headline(culprit: Culprit, *, first: bool) -> str:
+    """Say what happened in one clause: who made which value, and in how many places."""
+    bad = first_bad(culprit)
+    kind = "NaN and infinity"
+    if bad and bad.nonfinite in (bad.nan, bad.pos_inf + bad.neg_inf):
+        kind = "NaN" if bad.nan else "infinity"
+    many = f": {bad.nonfinite} of {bad.numel} values" if bad and 1 < bad.numel >= bad.nonfinite > 0 else ""
+    if culprit.node < 0:
+        return f"{culprit.name} held {kind} before the step{many}"
+    op = f"`{short(culprit.op)}`"
+    derived = culprit.phase is Phase.BACKWARD and culprit.op != culprit.kernel
+    subject = f"the derivative of {op}" if derived else op
+    made = f"made the first {kind}" if first else f"also made {kind}"
+    return f"{subject} {made}{'' if derived else _PLACES.get(culprit.phase, '')}{many}"
+
+
+def first_bad(culprit: Culprit) -> TensorSummary | None:
+    """Return the first non-finite output; for state, which has no outputs of its own, the value itself."""
+    return next((summary for summary in (*culprit.outputs, *culprit.inputs) if summary.nonfinite), None)
+
+
+def through(culprit: Culprit) -> str:
+    """Return `through bmm, add, mean` for the chain behind a culprit; runs of one op count once, moves not at all."""
+    names: list[str] = []
+    links = [link for link in culprit.chain if link.node != culprit.node]
+    for link in links:
+        name = short(link.op) + (" (Inf turns into NaN)" if link.turns_nan else "")
+        if name not in (*_PLUMBING, *names[-1:]):
+            names.append(name)
+    return f"through {cut(names or [short(links[-1].op)])}" if links else ""
+
+
+def cut(names: Sequence[str]) -> str:
+    """Return a list in words, the middle of a long one left out."""
+    if len(names) > _SHOWN + 1:
+        names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN} more", names[-1]]
+    return ", ".join(names)
+
+
+def symptom(finding: Finding) -> str:
+    """Describe the symptom, after the loss where that is something else."""
+    assert finding.symptom is not None  # noqa: S101  (callers ask first)
+    described = finding.symptom.describe()
+    if finding.symptom.kind == "loss" or finding.loss is None:
+        return described
+    return f"the loss is {finding.loss:.5g}, {described}"
+
+
+def noun(shown: Symptom) -> str:
+    """Name the symptom's tensor: `the gradient of layers.0.weight`."""
+    if shown.kind == "loss":
+        return "the loss"
+    return f"the gradient of {shown.name}" if shown.kind == "gradient" else f"the {shown.kind} {shown.name}"
+
+
+def samples(rows: Sequence[int]) -> str:
+    """Return `sample 1` or `samples 1, 4, 6`, a long list cut."""
+    shown = [str(row) for row in rows[:_SHOWN]]
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return f"sample{'s' if len(rows) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def short(op: str) -> str:
+    """Return the name of an ATen overload that a user knows: `softmax` for `aten._softmax.default`."""
+    return op.removeprefix("aten.").split(".")[0].strip("_") or op

@@ -1,0 +1,222 @@
+"""A recorded step that can be kept: captured from a live one, saved as a file, loaded anywhere.
+
+What the file looks like says `bisect_nan.manifest`; that nothing in a file runs or is believed unchecked see to
+`bisect_nan.operators` and `bisect_nan.checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from bisect_nan import capture as capturing
+from bisect_nan import relocation, storages
+from bisect_nan.environment import Environment
+from bisect_nan.errors import SnapshotError
+from bisect_nan.manifest import Manifest
+from bisect_nan.packing import Content, pack, unpack
+from bisect_nan.program import Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """One recorded step.
+
+    A captured snapshot refers to the live tensors of the model and the batch; see `tensors`. A loaded one refers to its file.
+
+    Attributes:
+        program: What was executed.
+        observed: What came out non-finite; None for a clean step.
+        loss: The loss as recorded.
+        environment: What the recording ran on.
+        history: Numbers of the steps before, the latest last: `step`, `loss`, `gradient_norm` ...
+        step_number: Number of the training step, where it is known.
+        path: The file that it was loaded from, or None.
+    """
+
+    program: Program
+    observed: capturing.Observed | None
+    loss: float
+    environment: Environment
+    _tensors: Mapping[int, torch.Tensor] = field(repr=False)
+    _versions: Mapping[int, int] = field(repr=False)
+    history: tuple[Mapping[str, float], ...] = ()
+    step_number: int | None = None
+    path: Path | None = None
+
+    @classmethod
+    def capture(  # noqa: PLR0913  (what a step is, and what is known about it)
+        cls,
+        model: Any,
+        batch: Any,
+        step: capturing.Step,
+        *,
+        backward: bool = True,
+        history: Sequence[Mapping[str, float]] = (),
+        step_number: int | None = None,
+    ) -> Self:
+        """Run one training step under the recorder; nothing of the model is left changed.
+
+        Args:
+            model: The module (or any object that `step` takes).
+            batch: Any pytree of tensors and plain values.
+            step: `step(model, batch) -> loss`.
+            backward: Whether to run the backward pass, too.
+            history: Numbers of the steps before.
+            step_number: Number of this step.
+
+        Raises:
+            RecordingError: The step cannot be recorded.
+        """
+        recording = capturing.record(model, batch, step, backward=backward)
+        return cls._of(recording, history, step_number)
+
+    @classmethod
+    def capture_update(
+        cls,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        loss: float,
+        *,
+        history: Sequence[Mapping[str, float]] = (),
+        step_number: int | None = None,
+    ) -> Self:
+        """Run `optimizer.step()` under the recorder, on the gradients that are there; nothing is left changed.
+
+        Args:
+            model: The module that is trained.
+            optimizer: Its optimizer.
+            loss: The loss of the step.
+            history: Numbers of the steps before.
+            step_number: Number of this step.
+
+        Raises:
+            RecordingError: The update cannot be recorded.
+        """
+        return cls._of(capturing.record_update(model, optimizer, loss), history, step_number)
+
+    @classmethod
+    def _of(
+        cls, recording: capturing.Recording, history: Sequence[Mapping[str, float]], step_number: int | None
+    ) -> Self:
+        return cls(
+            program=recording.program,
+            observed=recording.observed,
+            loss=recording.loss,
+            environment=Environment.here(relocation.devices(recording.program)),
+            _tensors=recording.tensors,
+            _versions={number: _version(tensor) for number, tensor in recording.tensors.items()},
+            history=tuple(history),
+            step_number=step_number,
+        )
+
+    def tensors(self) -> Mapping[int, torch.Tensor]:
+        """Return the placeholders' tensors by value number; they must not be written to.
+
+        Raises:
+            SnapshotError: A captured tensor has been written to since.
+        """
+        for number, tensor in self._tensors.items():
+            if _version(tensor) != self._versions[number]:
+                names = {placeholder.value: placeholder.name for placeholder in self.program.placeholders}
+                got = f"got {names[number]}, which was written to after the step was captured"
+                do = "call locate(snapshot) or snapshot.save(path) before the next optimizer step"
+                raise SnapshotError(got, "the tensors as they were before the step", do)
+        return self._tensors
+
+    def differences(self) -> tuple[str, ...]:
+        """Return what differs between the recording's environment and this process, each as a sentence."""
+        return self.environment.differences(Environment.here(relocation.devices(self.program)))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the snapshot as one file, as a whole or not at all.
+
+        Args:
+            path: The file (`crash.safetensors`); folders on the way are made, a file that is there is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            SnapshotError: The program holds what no file can carry, the captured tensors have been written to since, or the file
+                cannot be written.
+        """
+        content = Content(
+            self.program, self.tensors(), self.observed, self.loss, self.environment, self.history, self.step_number
+        )
+        manifest, entries = pack(content)
+        storages.write(Path(path), json.dumps(manifest, separators=(",", ":"), allow_nan=False), entries)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> Self:
+        """Open a file. Nothing in it is executed; its tensors are read when they are used.
+
+        Args:
+            path: The file.
+            device: Where to move the program: what it recorded on an accelerator, or all of it when it recorded on the CPU alone.
+                By default it stays where it was.
+
+        Raises:
+            SnapshotError: The file cannot be read, is damaged, has another format, or needs an operator or a device that this
+                process does not have.
+        """
+        path = Path(path)
+        manifest = Manifest.read(path)
+        content = unpack(manifest, storages.Reader(path, manifest.entries))
+        program, observed = content.program, content.observed
+        to = {} if device is None else relocation.destinations(program, _known(device))
+        for home in relocation.devices(program):
+            _require(to.get(home, home), asked=home in to)
+        program = relocation.moved(program, to)
+        if observed is not None:
+            home = program.values[program.targets.of(observed.symptom.kind)[observed.names[0]]].device
+            observed = replace(observed, tensor=observed.tensor.to(home))
+        tensors = relocation.moved_tensors(content.tensors, program)
+        return cls(
+            program=program,
+            observed=observed,
+            loss=content.loss,
+            environment=content.environment,
+            _tensors=tensors,
+            _versions={number: _version(tensor) for number, tensor in tensors.items()},
+            history=tuple(content.history),
+            step_number=content.step_number,
+            path=path,
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 for one made in inference mode, where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (documented in torch's notes on autograd)
+
+
+def _known(device: str | torch.device) -> torch.device:
+    """Return a device with its number, so that it compares equal to those of tensors."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as problem:
+        raise SnapshotError(
+            f"got the device {device!r}", "a device, such as cpu or cuda:0", "name one of this machine"
+        ) from problem
+    return _require(found, asked=True)
+
+
+def _require(device: torch.device, *, asked: bool) -> torch.device:
+    """Return the device as tensors on it name it, once it is known to be there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as problem:  # a torch without CUDA fails an assertion
+        got = (
+            f"got the device {device}, which this machine does not have"
+            if asked
+            else f"got a step recorded on {device}"
+        )
+        do = "open it on the CPU: load(path, device='cpu'), on the command line --device cpu"
+        raise SnapshotError(got, "a device of this machine", do) from problem
