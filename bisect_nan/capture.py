@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -257,6 +258,29 @@ def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """Run compiled models eagerly, so that every call can be seen."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    """Run compiled models, and the branches of `torch.cond`, eagerly: every call can be seen then, in forward and backward."""
+    cond, compiler, key = torch.ops.higher_order.cond, torch.compile, torch._C.DispatchKey.Autograd
+    # torch 2.13: under "force_eager", cond's own autograd kernel takes branches that return one tensor for tuples, and fails.
+    kernel = cond.py_kernels[key]
+    cond.py_kernels[key] = _branch
+    cond._dispatch_cache.clear()
+    torch.compile = _uncompiled
+    # Dynamo takes a second to import, and nothing can have been compiled without it.
+    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    try:
+        with stance:
+            yield
+    finally:
+        torch.compile = compiler
+        cond.py_kernels[key] = kernel
+        cond._dispatch_cache.clear()
+
+
+def _branch(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Stand in for the autograd kernel of `torch.cond`: run the branch under autograd, as Python's `if` would."""
+    return (if_true if bool(predicate) else if_false)(*operands)
+
+
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    """Stand in for `torch.compile`: return what was to be compiled."""
+    return model if model is not None else functools.partial(_uncompiled, **options)

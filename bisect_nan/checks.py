@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from bisect_nan.errors import SnapshotError
-from bisect_nan.operators import misfit, results
+from bisect_nan.operators import signature
 from bisect_nan.program import NO_STORAGE, Node, Placeholder, Program, Ref, Targets, Value
 from bisect_nan.strict_json import shown, within, wrong
 from bisect_nan.traits import Traits
@@ -81,10 +81,14 @@ def _check_value(value: Value) -> None:
         raise wrong("flags", "a conjugated view", f"no such view of {value.dtype}")
     limit = room(value.device)
     if extent(value) > limit or math.prod(value.shape) > limit:
-        raise SnapshotError(f"shape: got {shown(list(value.shape))}", f"at most {limit} bytes, as this machine has", _MORE)
+        raise SnapshotError(
+            f"shape: got {shown(list(value.shape))}", f"at most {limit} bytes, as this machine has", _MORE
+        )
 
 
-def _check_placeholders(placeholders: Sequence[Placeholder], values: Sequence[Value], sizes: Mapping[int, int]) -> set[int]:
+def _check_placeholders(
+    placeholders: Sequence[Placeholder], values: Sequence[Value], sizes: Mapping[int, int]
+) -> set[int]:
     known: set[int] = set()
     for position, placeholder in enumerate(placeholders):
         place, number = f"placeholder {position}", placeholder.value
@@ -100,7 +104,7 @@ def _check_placeholders(placeholders: Sequence[Placeholder], values: Sequence[Va
 
 def _check_arguments(node: Node, known: set[int]) -> None:
     """Check what a call is given, by the values that exist before it and by its operator."""
-    problem = misfit(node.target, node.args, node.kwargs)
+    problem = signature(node.target).misfit(node.args, node.kwargs)
     if problem is not None:
         where, got, expected = problem
         raise wrong(f"node {node.index}, {where}", got, expected)
@@ -117,7 +121,7 @@ def _check_arguments(node: Node, known: set[int]) -> None:
 def _check_results(node: Node, values: Sequence[Value]) -> None:
     """Check what a call is said to make, by its operator and by what the machine can hold."""
     place = f"node {node.index}"
-    expected = results(node.target)
+    expected = signature(node.target).results
     if expected is not None and len(node.outputs) != expected:
         raise wrong(f"{place}, outputs", len(node.outputs), f"{expected} results of {node.target}")
     if not (math.isfinite(node.cost) and node.cost >= 0):
@@ -125,14 +129,15 @@ def _check_results(node: Node, values: Sequence[Value]) -> None:
     made = [values[number] for number in node.outputs if number is not None]
     claimed = _claimed(node, values)
     if claimed is not None and (not made or claimed != math.prod(made[0].shape)):
-        got = [list(value.shape) for value in made]
-        raise wrong(f"{place}, outputs", got, f"{claimed} elements, as the arguments say")
+        shapes = [list(value.shape) for value in made]
+        raise wrong(f"{place}, outputs", shapes, f"{claimed} elements, as the arguments say")
     if len(made) > 1:  # one alone is within bounds already
-        memories = {value.storage: extent(value) for value in sorted(made, key=extent)}
+        total = sum({value.storage: extent(value) for value in sorted(made, key=extent)}.values())
         limit = max(room(value.device) for value in made)
-        if sum(memories.values()) > limit:
-            got = f"got {sum(memories.values())} bytes of results"
-            raise SnapshotError(f"{place}: {got}", f"at most {limit}, as this machine has", _MORE)
+        if total > limit:
+            raise SnapshotError(
+                f"{place}: got {total} bytes of results", f"at most {limit}, as this machine has", _MORE
+            )
     memory = node.memory
     if memory is not None and (len(made) != 1 or (memory.shape, memory.dtype) != (made[0].shape, made[0].dtype)):
         got = f"{memory.dtype} of shape {list(memory.shape)}"
@@ -145,11 +150,13 @@ _traits = cache(Traits.of)
 def _mutated(node: Node) -> set[int]:
     """Return the values that a call writes to according to its operator."""
     traits = _traits(node.target)
-    if not traits.written or (traits.flag is not None and not node.args[traits.flag : traits.flag + 1] == (True,)):
+    if not traits.written or (traits.flag is not None and node.args[traits.flag : traits.flag + 1] != (True,)):
         return set()
     found: set[int] = set()
     for which in traits.written:
-        item = node.kwargs.get(which) if isinstance(which, str) else node.args[which] if which < len(node.args) else None
+        item = (
+            node.kwargs.get(which) if isinstance(which, str) else node.args[which] if which < len(node.args) else None
+        )
         parts = item if isinstance(item, list | tuple) else [item]
         found |= {part.value for part in parts if isinstance(part, Ref)}
     return found
@@ -160,7 +167,7 @@ def _sized(target: torch._ops.OpOverload) -> tuple[str, int] | None:
     """Return name and position of the argument that says how many elements a call makes; None for most operators."""
     name = str(target).split(".")[1]
     wanted = "size" if name in _SIZED else {"repeat": "repeats", "eye": "n", "randperm": "n"}.get(name)
-    names = [argument.name for argument in target._schema.arguments]
+    names = signature(target).names
     return (name, names.index(wanted)) if wanted in names else None
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markdown import Markdown
 from rich.table import Table
+from rich.text import Text
 
 from bisect_nan import child
 from bisect_nan.crash import describe_crash
@@ -76,6 +76,7 @@ def run(  # noqa: PLR0913  (its parameters are the options)
     target: Annotated[
         Path,
         typer.Argument(
+            metavar="TARGET",
             show_default=False,
             help="A crash snapshot (`*.safetensors`), a case file (`*.py`) or a `torch.save` dictionary of tensors.",
         ),
@@ -149,7 +150,9 @@ def run(  # noqa: PLR0913  (its parameters are the options)
 
 
 @app.command()
-def explain(name: Annotated[str, typer.Argument(show_default=False, help="A cause, such as `log_of_zero`.")]) -> None:
+def explain(
+    name: Annotated[str, typer.Argument(metavar="CAUSE", show_default=False, help="A cause, such as `log_of_zero`.")],
+) -> None:
     """Explain a cause: what happens, an example, and what to change."""
     from bisect_nan import causes  # noqa: PLC0415  (the catalog imports torch; no other command needs it here)
 
@@ -169,17 +172,19 @@ def list_causes() -> None:
     """List every cause that can be named, with its summary."""
     from bisect_nan.causes import CAUSES  # noqa: PLC0415  (as in explain)
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=None, pad_edge=False)
     table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("summary")
     for cause in CAUSES:
-        table.add_row(cause.name, cause.summary.format(op="the operation"))
-    _stdout().print(table)
+        table.add_row(cause.name, cause.summary.replace("`{op}`", "the operation"))
+    _show(table)
 
 
 @app.command()
 def inspect(
-    snapshot: Annotated[Path, typer.Argument(show_default=False, help="A crash snapshot (`*.safetensors`).")],
+    snapshot: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT", show_default=False, help="A crash snapshot (`*.safetensors`).")
+    ],
     *,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="List every tensor and every step of the history.")
@@ -190,33 +195,46 @@ def inspect(
         manifest = Manifest.read(snapshot)
     except BisectNanError as error:
         _refuse(error)
-    _stdout().print(to_renderable(snapshot, manifest, everything=verbose))
+    _show(to_renderable(snapshot, manifest, everything=verbose))
 
 
 def _attend(request: child.Request) -> int:
     """Have a request done, once more with care if something killed the child; print the answer, return the exit status."""
-    err = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with meter(err) as progress:
+    with meter(Console(stderr=True)) as progress:
         end = child.attend(request, progress)
         if isinstance(end, child.Crash) and not end.wanted:
             request = replace(request, careful=True)
             end = child.attend(request, progress)
     if isinstance(end, child.Crash):
-        err.print(f"error: {describe_crash(end, request)}")
+        _say(f"error: {describe_crash(end, request)}")
         return child.CANNOT_TELL
     for message in end.messages:
-        err.print(message)
+        _say(message)
     sys.stdout.write(end.text)
     return end.status
 
 
-def _stdout() -> Console:
-    """Return standard output; into a pipe or a file no line is wrapped."""
+def _show(renderable: RenderableType) -> None:
+    """Print tables; into a pipe or a file without wrapping them to any width, and without the spaces that fill it."""
     out = Console()
-    return out if out.is_terminal else Console(width=10_000)
+    if out.is_terminal:
+        out.print(renderable)
+        return
+    out = Console(width=10_000)
+    with out.capture() as captured:
+        out.print(renderable)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _say(message: str) -> None:
+    """Print a message on stderr, its first words in colour."""
+    text = Text(message)
+    text.highlight_regex(r"^error:", "bold red")
+    text.highlight_regex(r"(?m)^(expected|do this):", "bold")
+    Console(stderr=True).print(text, soft_wrap=True)
 
 
 def _refuse(error: BisectNanError) -> NoReturn:
     """Print an error and end with the status for wrong usage."""
-    typer.echo(f"error: {error}", err=True)
+    _say(f"error: {error}")
     raise typer.Exit(child.USAGE)

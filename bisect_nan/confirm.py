@@ -144,7 +144,9 @@ def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
     def neutralise(executed: Executed) -> None:
         for birth in births:
             made = executed.content[birth.value]
-            bad = birth.mask.to(made.device) & finite.mask(made)
+            bad = birth.mask.to(made.device)
+            if birth.origin is not Origin.UNWRITTEN:
+                bad &= finite.mask(made)
             if bad.any():
                 _replace(made, _own(executed, birth, bad), neutral, executed, birth.value)
 
@@ -153,7 +155,7 @@ def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
 
 def _own(executed: Executed, birth: Birth, bad: torch.Tensor) -> torch.Tensor:
     """The bad elements that are the birth's own in this run: what other births hand on stays as it is."""
-    if birth.origin is Origin.ADMITTED:
+    if birth.origin in (Origin.ADMITTED, Origin.UNWRITTEN):
         return bad
     parts = split(executed, birth.value, bad)
     return parts.born | parts.converted if birth.origin is Origin.TURNED else parts.born

@@ -9,6 +9,9 @@ from bisect_nan.child import CAPTURED, Crash, Request
 from bisect_nan.errors import BisectNanError, SnapshotError
 from bisect_nan.manifest import Manifest
 
+_BEFORE = {"": "started", "load": "loaded the snapshot", "record": "ran and recorded the step"}
+"""What the child does in the stages before it executes nodes."""
+
 
 def describe_crash(crash: Crash, request: Request) -> str:
     """Return the three-part message for a child that ended without an answer.
@@ -18,8 +21,8 @@ def describe_crash(crash: Crash, request: Request) -> str:
         request: What it was asked to do; with `careful`, so that the node is the one that was being executed.
     """
     what = f"killed by {crash.signal}{_meaning(crash)}" if crash.signal else f"ended with exit code {crash.code}"
-    if crash.stage in ("", "load"):
-        where = "while it loaded the target and recorded its step"
+    if crash.stage in _BEFORE:
+        where = f"while it {_BEFORE[crash.stage]}"
         do = "run the step in plain Python to see what happens there"
     else:
         where = f"in stage {crash.stage}{_node(crash, request)}"

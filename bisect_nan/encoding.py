@@ -27,16 +27,17 @@ How arguments are written says `bisect_nan.arguments`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bisect_nan.arguments import constant, device, read_argument, write_argument
+from bisect_nan.errors import SnapshotError
 from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.operators import resolve
 from bisect_nan.program import NO_STORAGE, Node, Value
-from bisect_nan.strict_json import checked_text, clean, count, fields, items, number, wrong
+from bisect_nan.strict_json import checked_text, clean, count, fields, items, number, within, wrong
 
 Encode = Callable[[torch.Tensor], Any]
 """Puts a tensor into the file and returns how the manifest refers to it."""
@@ -151,99 +152,107 @@ def decode(data: Any, generator: Decode, memory: Decode) -> tuple[tuple[Value, .
     Raises:
         SnapshotError: Something has the wrong type, points outside of its table, or names what does not exist.
     """
-    data = fields(data, "program", _KEYS)
-    tables = {key: items(data[key], f"program, {key}") for key in _KEYS}
-    dtypes = [constant("dtype", name, "program, dtypes") for name in tables["dtypes"]]
-    devices = [device(name, "program, devices") for name in tables["devices"]]
-    texts = {
-        key: [checked_text(item, f"program, {key}") for item in tables[key]] for key in ("ops", "modules", "autograd")
-    }
-    ops = [resolve(name) for name in texts["ops"]]
-    lines = [_line(item, f"line {place}") for place, item in enumerate(tables["lines"])]
-    values = tuple([_value(item, f"value {place}", dtypes, devices) for place, item in enumerate(tables["values"])])
-    storages = [value.storage for value in values]
+    reader = _Decoder(fields(data, "program", _KEYS), generator, memory)
+    reader.values = _each("value", reader.value, items(data["values"], "program, values"))
+    nodes = _each("node", reader.node, items(data["nodes"], "program, nodes"))
+    return tuple(reader.values), tuple(nodes)
 
-    def at(table: Sequence[Any], index: Any, place: str) -> Any:
-        return table[count(index, place, len(table))]
 
-    def maybe(table: Sequence[Any], index: Any, place: str) -> Any:
-        return None if index is None else table[count(index, place, len(table))]
+def _each(what: str, read: Callable[[int, Any], Any], records: list[Any]) -> list[Any]:
+    found = []
+    for place, record in enumerate(records):
+        try:
+            found.append(read(place, record))
+        except SnapshotError as problem:
+            raise within(f"{what} {place}", problem) from None
+    return found
 
-    nodes = []
-    for index, item in enumerate(tables["nodes"]):
-        place = f"node {index}"
+
+class _Decoder:
+    """The tables of a program, and how records that point into them are read."""
+
+    def __init__(self, data: Mapping[str, Any], generator: Decode, memory: Decode) -> None:
+        self._generator, self._memory = generator, memory
+        tables = {key: items(data[key], f"program, {key}") for key in _KEYS}
+        self._dtypes = [constant("dtype", name, "program, dtypes") for name in tables["dtypes"]]
+        self._devices = [device(name, "program, devices") for name in tables["devices"]]
+        self._ops = [resolve(checked_text(name, "program, ops")) for name in tables["ops"]]
+        self._modules = [checked_text(name, "program, modules") for name in tables["modules"]]
+        self._autograd = [checked_text(name, "program, autograd") for name in tables["autograd"]]
+        self._lines = _each("line", _line, tables["lines"])
+        self.values: list[Value] = []
+
+    def value(self, _: int, item: Any) -> Value:
+        storage, dtype, home, shape, stride, offset, flags = _record(item, _VALUE)
+        sizes = _counts(shape, "shape")
+        storage = NO_STORAGE if storage == NO_STORAGE else count(storage, "storage")
+        usual = () if storage == NO_STORAGE else row_major(sizes)
+        bits = count(flags, "flags", 4)
+        return Value(
+            storage=storage,
+            dtype=self._dtypes[count(dtype, "dtype", len(self._dtypes))],
+            shape=sizes,
+            stride=usual if stride is None else _counts(stride, "stride"),
+            offset=count(offset, "offset"),
+            device=self._devices[count(home, "device", len(self._devices))],
+            conj=bool(bits & _CONJ),
+            neg=bool(bits & _NEG),
+        )
+
+    def node(self, index: int, item: Any) -> Node:
         op, args, outputs, cost, line, flags, module, forward, autograd, kwargs, written, state, held = _record(
-            item, _NODE, place
+            item, _NODE
         )
-        bits = count(flags, f"{place}, flags", 2 * _RANDOM)
-        shown = tuple([count(value, f"{place}, written", len(values)) for value in items(written, f"{place}, written")])
-        nodes.append(
-            Node(
-                index=index,
-                target=at(ops, op, f"{place}, op"),
-                args=tuple(
-                    [read_argument(part, f"{place}, argument {i}") for i, part in enumerate(items(args, place))]
-                ),
-                kwargs={key: read_argument(part, f"{place}, a keyword") for key, part in fields(kwargs, place).items()},
-                outputs=tuple(
-                    [
-                        None if v is None else count(v, f"{place}, outputs", len(values))
-                        for v in items(outputs, f"{place}, outputs")
-                    ]
-                ),
-                writes=tuple(dict.fromkeys(storages[value] for value in shown)),
-                written=shown,
-                phase=at(_PHASES, bits & 3, f"{place}, phase"),
-                autograd=maybe(texts["autograd"], autograd, f"{place}, autograd"),
-                forward=None if forward is None else count(forward, f"{place}, forward", index),
-                module=at(texts["modules"], module, f"{place}, module"),
-                source=maybe(lines, line, f"{place}, line"),
-                cost=number(cost, f"{place}, cost"),
-                grad=bool(bits & _GRAD),
-                random=bool(bits & _RANDOM),
-                generator=None if state is None else generator(state, f"{place}, generator"),
-                memory=None if held is None else memory(held, f"{place}, memory"),
-            )
+        bits = count(flags, "flags", 2 * _RANDOM)
+        values = self.values
+        changed = _counts(written, "written", len(values)) if written else ()
+        made = [None if v is None else count(v, "outputs", len(values)) for v in items(outputs, "outputs")]
+        arguments = items(args, "arguments")
+        if len(arguments) > len(_ARGUMENTS):
+            raise wrong("arguments", len(arguments), f"at most {len(_ARGUMENTS)}")
+        return Node(
+            index=index,
+            target=self._ops[count(op, "op", len(self._ops))],
+            args=tuple([read_argument(part, place) for part, place in zip(arguments, _ARGUMENTS, strict=False)]),
+            kwargs={key: read_argument(part, "a keyword argument") for key, part in fields(kwargs, "keywords").items()},
+            outputs=tuple(made),
+            writes=tuple(dict.fromkeys([values[value].storage for value in changed])),
+            written=changed,
+            phase=_PHASES[count(bits & 3, "phase", len(_PHASES))],
+            autograd=None if autograd is None else self._autograd[count(autograd, "autograd", len(self._autograd))],
+            forward=None if forward is None else count(forward, "forward", index),
+            module=self._modules[count(module, "module", len(self._modules))],
+            source=None if line is None else self._lines[count(line, "line", len(self._lines))],
+            cost=number(cost, "cost"),
+            grad=bool(bits & _GRAD),
+            random=bool(bits & _RANDOM),
+            generator=None if state is None else self._generator(state, "generator"),
+            memory=None if held is None else self._memory(held, "memory"),
         )
-    return values, tuple(nodes)
 
 
-def _line(item: object, place: str) -> SourceLine:
-    parts = items(item, place)
+_ARGUMENTS = tuple([f"argument {place}" for place in range(64)])
+
+
+def _line(_: int, item: object) -> SourceLine:
+    parts = items(item, "record")
     if len(parts) != 4:  # noqa: PLR2004
-        raise wrong(place, parts, "file, line number, function and text")
+        raise wrong("record", parts, "file, line number, function and text")
     file, line, function, text = parts
     return SourceLine(
-        checked_text(file, f"{place}, file"),
-        count(line, f"{place}, number"),
-        checked_text(function, f"{place}, function"),
-        checked_text(text, f"{place}, text"),
+        checked_text(file, "file"),
+        count(line, "number"),
+        checked_text(function, "function"),
+        checked_text(text, "text"),
     )
 
 
-def _record(item: object, defaults: tuple[Any, ...], place: str) -> list[Any]:
-    record = items(item, place)
+def _record(item: object, defaults: tuple[Any, ...]) -> list[Any]:
+    record = items(item, "record")
     if not _ALWAYS <= len(record) <= len(defaults):
-        raise wrong(place, record, f"a list of {_ALWAYS} to {len(defaults)} items")
+        raise wrong("record", record, f"a list of {_ALWAYS} to {len(defaults)} items")
     return [*record, *defaults[len(record) :]]
 
 
-def _value(item: object, place: str, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> Value:
-    storage, dtype, home, shape, stride, offset, flags = _record(item, _VALUE, place)
-    sizes = tuple([count(size, f"{place}, shape") for size in items(shape, f"{place}, shape")])
-    storage = NO_STORAGE if storage == NO_STORAGE else count(storage, f"{place}, storage")
-    if stride is None:
-        steps = () if storage == NO_STORAGE else row_major(sizes)
-    else:
-        steps = tuple([count(step, f"{place}, stride") for step in items(stride, f"{place}, stride")])
-    bits = count(flags, f"{place}, flags", 4)
-    return Value(
-        storage=storage,
-        dtype=dtypes[count(dtype, f"{place}, dtype", len(dtypes))],
-        shape=sizes,
-        stride=steps,
-        offset=count(offset, f"{place}, offset"),
-        device=devices[count(home, f"{place}, device", len(devices))],
-        conj=bool(bits & _CONJ),
-        neg=bool(bits & _NEG),
-    )
+def _counts(value: object, place: str, limit: int = 2**63) -> tuple[int, ...]:
+    return tuple([count(part, place, limit) for part in items(value, place)])

@@ -90,7 +90,7 @@ class Examination:
         origin = self._program.origin(node)
         evidence = Evidence(
             call=self._live(executed),
-            output=list(executed.content).index(value),
+            output=_results(executed).index(value),
             mask=mask,
             symptom=self._symptom,
             forward=self._forward(node),
@@ -139,7 +139,7 @@ class Examination:
         return Call(
             target=node.target,
             arguments=_by_name(node, executed.inputs),
-            outputs=tuple(executed.content.values()),
+            outputs=tuple(None if number is None else executed.content.get(number) for number in _results(executed)),
             phase=Phase.BACKWARD if node.autograd is not None else node.phase,
             autograd=node.autograd,
             source=self._program.source(node),
@@ -154,7 +154,10 @@ class Examination:
 
     def _ancestors(self, node: Node, name: str) -> Iterator[str]:
         """Yield the base names of the calls behind an argument, the nearest first."""
+        name, _, place = name.partition("[")
         argument = _by_name(node, {}).get(name)
+        if place and isinstance(argument, list | tuple):  # a member of a list: `tensors[2]`
+            argument = argument[int(place.rstrip("]"))]
         queue = [(argument.value, node.index)] if isinstance(argument, Ref) else []
         seen: set[int] = set()
         while queue and len(seen) < _ANCESTORS:
@@ -177,12 +180,18 @@ class Examination:
 
 def _blamed(executed: Executed, births: Sequence[Birth]) -> tuple[int, torch.Tensor]:
     """Return the first value that holds blamed elements, and all of its blamed elements."""
-    value = min((birth.value for birth in births), key=list(executed.content).index)
+    value = min((birth.value for birth in births), key=_results(executed).index)
     mask = torch.zeros(executed.content[value].shape, dtype=torch.bool)
     for birth in births:
         if birth.value == value:
             mask |= birth.mask.cpu()
     return value, mask.to(executed.content[value].device)
+
+
+def _results(executed: Executed) -> list[int | None]:
+    """The values that a call returned, by position, and behind them those that it only wrote to."""
+    node = executed.node
+    return [*node.outputs, *(number for number in node.written if number not in node.outputs)]
 
 
 def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> dict[str, Any]:
@@ -202,9 +211,10 @@ def _recompute(executed: Executed, dtype: torch.dtype) -> tuple[torch.Tensor | N
     """Run a call again with every floating input in `dtype`, or None where there is no such kernel."""
     cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in executed.inputs.items()}
     try:
-        return tuple(executed.again(cast).values())
+        made = executed.again(cast)
     except RuntimeError:
         return None
+    return tuple(None if number is None else made.get(number) for number in _results(executed))
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:

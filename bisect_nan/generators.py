@@ -93,6 +93,33 @@ def _implicit(devices: Iterable[torch.device], made_on: torch.device | str | Non
     return 0
 
 
+class GeneratorStates:
+    """The generators of a replay: the process's default ones, and one of its own for each that the step passed to calls."""
+
+    def __init__(self, states: Mapping[Source, torch.Tensor]) -> None:
+        """Put generators into the given states."""
+        self._own: dict[Source, torch.Generator] = {}
+        for source, state in states.items():
+            self.set(source, state)
+
+    def of(self, source: Source) -> torch.Generator:
+        """Return a generator; one of the replay's own has been given a state before, since every first draw has one."""
+        if source not in self._own:
+            self._own[source] = default_generator(source)
+        return self._own[source]
+
+    def set(self, source: Source, state: torch.Tensor) -> None:
+        """Put a generator into a state."""
+        if isinstance(source, int) and source > 0 and source not in self._own:
+            on_cpu = state.numel() == torch.default_generator.get_state().numel()
+            self._own[source] = torch.Generator("cpu" if on_cpu else "cuda")
+        self.of(source).set_state(state)
+
+    def states(self) -> dict[Source, torch.Tensor]:
+        """Return the present state of the CPU's default generator and of all others used so far."""
+        return {source: self.of(source).get_state() for source in {0: None, **dict.fromkeys(self._own)}}
+
+
 class ProcessGenerators:
     """The states of torch's default generators, and of Python's and NumPy's, as they were when this object was made."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bisect_nan.neutral import ordered
+from bisect_nan.neutral import distinct, ordered
 from bisect_nan.program import Node, Ref
 from bisect_nan.replay import Env, Executed
 
@@ -96,7 +96,8 @@ def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_high
             made = executed.differentiably({n: leaves[n] * 1 if n in leaves else t for n, t in executed.inputs.items()})[number]
             if not made.requires_grad:
                 return {}
-            gradients = torch.autograd.grad(made, list(leaves.values()), mask.to(made.dtype), allow_unused=True)
+            weights = mask * distinct(made)  # with equal ones a row of a softmax, whose sum is constant, would depend on nothing
+            gradients = torch.autograd.grad(made, list(leaves.values()), weights, allow_unused=True)
     except (RuntimeError, NotImplementedError):
         return {}  # no derivative
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}

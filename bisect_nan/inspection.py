@@ -68,6 +68,7 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "program", f"{manifest.nodes} nodes"
     for place, (key, value) in enumerate(manifest.environment.items()):
         words = ", ".join(map(str, value)) or "cpu" if isinstance(value, list) else str(value)
+        words = {"True": "on", "False": "off"}.get(words, words)
         yield "environment" if place == 0 else "", f"{key.replace('_', ' ')} {words}"
 
 

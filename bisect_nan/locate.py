@@ -22,6 +22,7 @@ from bisect_nan.errors import ReplayError
 from bisect_nan.explain import Examination
 from bisect_nan.finding import Finding, Innocent, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
+from bisect_nan.hidden import Census
 from bisect_nan.intent import Intent, is_mask
 from bisect_nan.program import Program
 from bisect_nan.replay import Checkpoint, Run, Stretch, own_generator
@@ -86,7 +87,7 @@ class _Case:
         if reproduced is None:
             return self._answer(verdict, [], [], None)
         births, innocents, passed = self._culprits(reproduced)
-        births = self._without_derivatives(births)
+        births = self._without_derivatives(self._roots(births, passed))
         self._stop("confirm")
         if not births:
             return self._answer(Verdict.INCONCLUSIVE, [], innocents, None)
@@ -181,7 +182,8 @@ class _Case:
             trail.marks.add(target, finite.mask(done.run.env[target]))
         trail.follow(len(self.stretch), min(self.stretch.cut_after(birth.node) - 1 for birth in births if birth.node >= 0))
         found = {(birth.node, birth.value, birth.origin): birth.mask for birth in trail.births}
-        return [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
+        narrowed = [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
+        return narrowed if self.court.still_heals(narrowed) else births
 
     def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
         runner = _Runner(self.stretch, start, kinds)
@@ -201,6 +203,19 @@ class _Case:
             if group and self.court.heals(suspects):
                 return self.court.reduce(suspects)
         return None
+
+    def _roots(self, births: list[Birth], done: Pass) -> list[Birth]:
+        """Put in the place of a birth whose healthy operands are what an infinity left behind the birth of that infinity."""
+        census, settled = Census(self.stretch, done.checkpoints, self.intent, self.dependence), False
+        while not settled:
+            settled = True
+            for birth in births:
+                behind = [other for other in census.behind(birth) if not _known(other, births)]
+                others = _without(births, [birth])
+                if behind and self.court.heals([*others, *behind]):
+                    births, settled = self.court.reduce([*others, *behind]), False
+                    break
+        return births
 
     def _without_derivatives(self, births: Sequence[Birth]) -> list[Birth]:
         """Leave out derivatives of a call that is blamed itself: a quotient by zero has a derivative by zero, which is one fault."""

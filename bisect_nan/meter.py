@@ -15,7 +15,7 @@ DELAY = 1.0
 """Seconds before the bar is drawn."""
 
 _STAGES = {
-    "load": "loading torch and the target",
+    "load": "loading",
     "record": "recording the step",
     "replay": "replaying the step",
     "search": "searching",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import NoneType
 from typing import Any
@@ -73,6 +74,76 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 _DO = "call locate(snapshot) in the process that recorded the step; a file cannot carry this call"
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operator takes and returns, read once from its schema.
+
+    Attributes:
+        names: Its arguments, in order.
+        types: Their types, as text.
+        plain: Python types that need no second look, by argument.
+        positional: How many arguments can be passed by position.
+        required: Which arguments have no default.
+        results: How many tensors it returns; None when that depends on the arguments.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    plain: tuple[frozenset[type], ...]
+    positional: int
+    required: tuple[bool, ...]
+    results: int | None
+
+    def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, object, str] | None:
+        """Return what is wrong with recorded arguments: the place, what was got, what was expected; None when they fit.
+
+        Only types and counts are looked at; integers have to fit into 64 bits.
+        """
+        if len(args) > self.positional:
+            return "arguments", len(args), f"at most {self.positional} by position"
+        for position, item in enumerate(args):
+            if type(item) not in self.plain[position] and not _fits(item, self.types[position]):
+                return f"argument {position}", item, f"a {self.types[position]} for {self.names[position]}"
+        for name, item in kwargs.items():
+            position = self.names.index(name) if name in self.names else -1
+            if position < len(args):
+                return f"argument {shown(name)}", item, "an argument of the operator, once"
+            if not _fits(item, self.types[position]):
+                return f"argument {name}", item, f"a {self.types[position]}"
+        for position in range(len(args), len(self.names)):
+            if self.required[position] and self.names[position] not in kwargs:
+                return f"argument {self.names[position]}", "nothing", f"a {self.types[position]}"
+        return None
+
+
+@cache
+def signature(target: torch._ops.OpOverload) -> Signature:
+    """Return what an operator takes and returns."""
+    schema = target._schema  # torch 2.6 to 2.13; OpOverload has no public schema
+    types = tuple([str(argument.real_type) for argument in schema.arguments])
+    bases = [_KINDS.get(kind.removeprefix("Optional[").removesuffix("]"), ()) for kind in types]
+    returned = [str(item.type) for item in schema.returns]
+    return Signature(
+        names=tuple([argument.name for argument in schema.arguments]),
+        types=types,
+        plain=tuple([frozenset(base) - {int, NoneType} for base in bases]),
+        positional=sum(not argument.kwarg_only for argument in schema.arguments),
+        required=tuple([not argument.has_default_value() for argument in schema.arguments]),
+        results=None if any("[" in kind for kind in returned) else returned.count("Tensor"),
+    )
+
+
+def _fits(item: Any, kind: str) -> bool:
+    if kind.startswith("Optional["):
+        return item is None or _fits(item, kind[len("Optional[") : -1])
+    if kind.startswith("List["):
+        inner = kind[len("List[") : -1]
+        return isinstance(item, list | tuple) and all(_fits(part, inner) for part in item)
+    if type(item) is int:
+        return int in _KINDS[kind] and -(2**63) <= item < 2**63
+    return type(item) in _KINDS[kind]
+
+
 @cache
 def resolve(name: str) -> torch._ops.OpOverload:
     """Return the operator that a file names.
@@ -93,70 +164,18 @@ def resolve(name: str) -> torch._ops.OpOverload:
         raise SnapshotError(f"got the operator {name}", "one that computes tensors from tensors and nothing else", _DO)
     packet = getattr(getattr(torch.ops, namespace, None), operator, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():  # type: ignore[no-untyped-call]
+        do = "open it with the release of torch that recorded it"
         do = (
-            "use the release of torch that recorded it"
-            if namespace == "aten"
-            else f"import the library of {namespace} first"
+            do
+            if namespace in _ALLOWED
+            else f"import the library that has the operators {namespace}.*, then load the file"
         )
-        raise SnapshotError(
-            f"got the operator {name}, which this process does not have", "an operator of torch.ops", do
-        )
+        raise SnapshotError(f"got the operator {name}, which this process does not have", "a registered operator", do)
     target: torch._ops.OpOverload = getattr(packet, overload)
-    for argument, kind in zip(_schema(target).arguments, _types(target), strict=True):
+    kinds = signature(target)
+    for argument, kind in zip(kinds.names, kinds.types, strict=True):
         base = re.sub(r"Optional\[|List\[|\]", "", kind)
-        if base not in _KINDS or (base == "str" and (namespace != "aten" or not _TEXTS.fullmatch(argument.name))):
-            got = f"got the operator {name}, whose argument {argument.name} is a {kind}"
+        if base not in _KINDS or (base == "str" and (namespace != "aten" or not _TEXTS.fullmatch(argument))):
+            got = f"got the operator {name}, whose argument {argument} is a {kind}"
             raise SnapshotError(got, "tensors, numbers and names of variants", _DO)
     return target
-
-
-def misfit(
-    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[str, object, str] | None:
-    """Return what is wrong with recorded arguments: the place, what was got, and what was expected; None when they fit.
-
-    Only types and counts are looked at; integers have to fit into 64 bits.
-    """
-    schema = _schema(target).arguments
-    types = _types(target)
-    if len(args) > len(schema):
-        return "arguments", len(args), f"at most {len(schema)} arguments of {target}"
-    for position, item in enumerate(args):
-        if schema[position].kwarg_only or not _fits(item, types[position]):
-            return f"argument {position}", item, f"{types[position]} {schema[position].name} of {target}"
-    names = {argument.name: place for place, argument in enumerate(schema)}
-    for name, item in kwargs.items():
-        place = names.get(name, -1)
-        if place < len(args) or not _fits(item, types[place]):
-            return f"argument {shown(name)}", item, "an argument" if place < 0 else f"{types[place]} {name} of {target}"
-    for argument in schema[len(args) :]:
-        if argument.name not in kwargs and not argument.has_default_value():
-            return f"argument {argument.name}", None, f"one, which {target} needs"
-    return None
-
-
-@cache
-def results(target: torch._ops.OpOverload) -> int | None:
-    """Return how many tensors a call returns; None when that depends on its arguments."""
-    types = [str(item.type) for item in _schema(target).returns]
-    return None if any("[" in kind for kind in types) else sum(kind == "Tensor" for kind in types)
-
-
-@cache
-def _types(target: torch._ops.OpOverload) -> tuple[str, ...]:
-    return tuple(str(argument.real_type) for argument in _schema(target).arguments)
-
-
-def _schema(target: torch._ops.OpOverload) -> torch._C.FunctionSchema:
-    return target._schema  # FunctionSchema has no public accessor
-
-
-def _fits(item: Any, kind: str) -> bool:
-    if kind.startswith("Optional["):
-        return item is None or _fits(item, kind[len("Optional[") : -1])
-    if kind.startswith("List["):
-        inner = kind[len("List[") : -1]
-        return isinstance(item, list | tuple) and all(_fits(part, inner) for part in item)
-    if type(item) is int:
-        return int in _KINDS[kind] and -(2**63) <= item < 2**63
-    return type(item) in _KINDS[kind]

@@ -62,9 +62,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one ATen call and write it down."""
-        if types and any(kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # a wrapper of tensors takes itself apart, and its inner calls come back here
         kwargs = kwargs or {}
+        if types and any(kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__ for kind in types):
+            return self._run_on_subclass(func, types, args, kwargs)
         traits = self._traits.get(func)
         if traits is None:
             if not isinstance(func, torch._ops.OpOverload):
@@ -235,13 +235,30 @@ class Recorder(TorchDispatchMode):
         Raises:
             RecordingError: It has none.
         """
-        if func is torch.ops.higher_order.cond:
-            predicate, if_true, if_false, operands = args
-            with self:
-                return (if_true if bool(predicate) else if_false)(*operands)
         kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)  # torch 2.6 to 2.13
         if kernel is None:
             got = f"the higher-order operator {func} without an eager implementation"
-            raise RecordingError(got, "a step that runs eagerly", "run it in eager mode")
-        with self:
-            return kernel(*args, **kwargs)
+            raise RecordingError(got, "a step that runs eagerly", "write it with plain torch operations")
+        try:
+            with self:
+                return kernel(*args, **kwargs)
+        except AssertionError as problem:  # some refuse to run under any mode (`scan`)
+            got = f"the higher-order operator {func}, which cannot be recorded: {problem}"
+            raise RecordingError(got, "a step that runs eagerly", "write it with plain torch operations") from problem
+
+    def _run_on_subclass(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that a class of tensors handles itself.
+
+        A wrapper takes itself apart, and its inner calls come back here. Where higher-order operators trace their own derivative
+        with fake tensors, nothing is computed that belongs to the step.
+
+        Raises:
+            RecordingError: What the class does cannot be seen.
+        """
+        if any(kind.__module__.startswith("torch._subclasses") for kind in types):
+            return func(*args, **kwargs)
+        hidden = [kind.__qualname__ for kind in types if not hasattr(kind, "__tensor_flatten__")]
+        if hidden:
+            got = f"the step uses {hidden[0]}, a class of tensors that computes in its own __torch_dispatch__"
+            raise RecordingError(got, "plain tensors, or wrappers with __tensor_flatten__", "run the step on plain tensors")
+        return NotImplemented

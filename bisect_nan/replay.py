@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from bisect_nan import finite
+from bisect_nan.binding import Binding
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
-from bisect_nan.program import NO_STORAGE, GeneratorRef, Node, Program, Ref, Value, substitute
+from bisect_nan.generators import GeneratorStates, ProcessGenerators, Source, source_of
+from bisect_nan.program import NO_STORAGE, Node, Program, Value, substitute, tensors
 
 Env = dict[int, torch.Tensor]
 """Tensors by value number."""
@@ -30,12 +32,12 @@ class Checkpoint:
     Attributes:
         cut: How many calls of the stretch have run.
         env: The values alive there; their memory is never written to by a run.
-        generators: State of the random generators, by index.
+        generators: State of the random generators, by what draws from them.
     """
 
     cut: int
     env: Env
-    generators: dict[int, torch.Tensor] = field(default_factory=dict)
+    generators: Mapping[Source, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,15 @@ class Executed:
         node: The call.
         inputs: Its tensor arguments as they were before it, by value number.
         content: What it made or wrote, as it was right after, by value number.
-        generator: State of the default generator before a random call.
+        generator: State of its random generator before a random call.
+        source: Which generator that is.
     """
 
     node: Node
     inputs: Env
     content: Env
     generator: torch.Tensor | None = None
+    source: Source = 0
 
     def again(self, inputs: Env) -> Env:
         """Run the call on other inputs, which are not changed, and return what it makes or writes."""
@@ -63,10 +67,9 @@ class Executed:
         """Do the same under the caller's autograd settings."""
         node = self.node
         own = {number: tensor.clone() if number in node.written else tensor for number, tensor in inputs.items()}
-        if self.generator is not None:
-            torch.default_generator.set_state(self.generator)
-        arguments = substitute(node.args, own.__getitem__, lambda _: torch.Generator())
-        result = tensors(node.target(*arguments, **substitute(node.kwargs, own.__getitem__, lambda _: torch.Generator())))
+        generators = GeneratorStates({} if self.generator is None else {self.source: self.generator})
+        arguments = substitute(node.args, own.__getitem__, generators.of)
+        result = tensors(node.target(*arguments, **substitute(node.kwargs, own.__getitem__, generators.of)))
         made = {number: own[number] for number in node.written}
         made |= {n: t for n, t in zip(node.outputs, result, strict=False) if n is not None and t is not None}
         return made
@@ -83,6 +86,8 @@ class Stretch:
         program: The whole program.
         nodes: The calls, in order; cut k lies behind the first k of them.
         targets: Value numbers that are kept alive to the end.
+        bindings: How each call gets its arguments.
+        free: By cut: the values that no call behind the next one needs.
         executed: Calls executed so far, by all runs.
         announce: Told the program index before every call, where a call may end the process.
     """
@@ -98,6 +103,7 @@ class Stretch:
         self.program = program
         self.nodes = [program.nodes[index] for index in order]
         self.targets = frozenset(targets)
+        self.bindings = [Binding(node) for node in self.nodes]
         self.executed = 0
         self.announce = announce
         self._place = {node.index: place for place, node in enumerate(self.nodes)}
@@ -118,10 +124,10 @@ class Stretch:
                 changes[storage] = [place for place in changes[storage] if storage in self.nodes[place].writes]
         self._last_use = last_use
         self._changes = {storage: sorted(set(places)) for storage, places in changes.items() if places}
-        self._free: list[list[int]] = [[] for _ in self.nodes]
+        self.free: list[list[int]] = [[] for _ in self.nodes]
         for value, place in last_use.items():
             if value not in self.targets:
-                self._free[place].append(value)
+                self.free[place].append(value)
 
     def __len__(self) -> int:
         """Return the number of calls; the last cut."""
@@ -164,9 +170,10 @@ class Stretch:
         places = self._changes.get(storage)
         return places is not None and places[-1] >= cut
 
-    def free(self, place: int) -> Sequence[int]:
-        """Return the values that no call behind `place` needs."""
-        return self._free[place]
+    def source(self, node: Node) -> Source:
+        """Return the random generator that a call draws from."""
+        devices = [self.program.values[number].device for number in [*node.outputs, *node.written] if number is not None]
+        return source_of([*node.args, *node.kwargs.values()], devices)
 
     def own(self, env: Env, cut: int) -> Env:
         """Return `env` with fresh copies of every memory that a call behind the cut writes to."""
@@ -205,9 +212,7 @@ class Run:
         self._changed = bool(edits or state)
         self.cut = checkpoint.cut
         self.env = stretch.own({**checkpoint.env, **(state or {})}, checkpoint.cut)
-        self._generators: dict[int, torch.Generator] = {}
-        for index, saved in checkpoint.generators.items():
-            self._generator(index).set_state(saved)
+        self._generators = GeneratorStates(checkpoint.generators)
 
     def advance(self, cut: int, visit: Edit | None = None) -> None:
         """Execute the calls up to a cut.
@@ -231,21 +236,25 @@ class Run:
                 grad = node.grad
             if stretch.announce is not None:
                 stretch.announce(node.index)
-            edit = self._edits.get(node.index)
+            edit = self._edits.get(node.index) if self._edits else None
             seen = None if edit is None and visit is None else self._before(node, place, cut if visit else place + 1)
             try:
-                results = self._call(node)
+                result = self._call(place)
             except Exception as problem:
                 raise _failure(node, problem) from problem
-            for number, result in zip(node.outputs, results, strict=False):
-                if number is not None and result is not None:
-                    env[number] = result
+            if isinstance(result, torch.Tensor):
+                env[node.outputs[0]] = result  # type: ignore[index]  # a tensor has a number
+            elif result is not None:
+                for number, made in zip(node.outputs, tensors(result), strict=False):
+                    if number is not None and made is not None:
+                        env[number] = made
             if self._changed:
                 self._check_path(node)
             self.cut = place + 1
+            stretch.executed += 1
             if seen is not None:
                 self._show(seen, edit, visit, cut)
-            for number in stretch.free(place):
+            for number in stretch.free[place]:
                 env.pop(number, None)
 
     def _check_path(self, node: Node) -> None:
@@ -263,8 +272,9 @@ class Run:
                 )
 
     def _before(self, node: Node, place: int, until: int) -> Executed:
-        state = torch.default_generator.get_state() if node.random and node.generator is None else node.generator
-        return Executed(node, self._kept(node.inputs(), place, until), {}, state)
+        source = self._stretch.source(node) if node.random else 0
+        state = self._generators.of(source).get_state() if node.random and node.generator is None else node.generator
+        return Executed(node, self._kept(node.inputs(), place, until), {}, state, source)
 
     def _show(self, seen: Executed, edit: Edit | None, visit: Edit | None, until: int) -> None:
         numbers = [n for n in dict.fromkeys([*seen.node.outputs, *seen.node.written]) if n is not None and n in self.env]
@@ -278,34 +288,19 @@ class Run:
         values, stretch = self._stretch.program.values, self._stretch
         return {n: self.env[n].clone() if stretch.changed(values[n].storage, place, until) else self.env[n] for n in numbers}
 
-    def _call(self, node: Node) -> Iterable[torch.Tensor | None]:
-        env = self.env
-        arguments = [env[item.value] if type(item) is Ref else self._bound(item) for item in node.args]
-        keywords = {key: self._bound(item) for key, item in node.kwargs.items()} if node.kwargs else {}
+    def _call(self, place: int) -> Any:
+        node = self._stretch.nodes[place]
         if node.generator is not None:
-            self._generator(_generator_of(node)).set_state(node.generator)
-        self._stretch.executed += 1
+            self._generators.set(self._stretch.source(node), node.generator)
         if node.memory is not None:
-            return [node.memory.clone(memory_format=torch.preserve_format)]
-        return tensors(node.target(*arguments, **keywords))
-
-    def _bound(self, item: Any) -> Any:
-        if type(item) is Ref:
-            return self.env[item.value]
-        if isinstance(item, list | tuple | GeneratorRef):
-            return substitute(item, self.env.__getitem__, self._generator)
-        return item
-
-    def _generator(self, index: int) -> torch.Generator:
-        """Return a generator of the replay: the process's default one for number 0, else one of its own."""
-        if index == 0:
-            return torch.default_generator
-        return self._generators.setdefault(index, torch.Generator())
+            kept = node.memory
+            return torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=kept.device).copy_(kept)
+        arguments, keywords = self._stretch.bindings[place].fill(node, self.env, self._generators.of)
+        return node.target(*arguments, **keywords)
 
     def checkpoint(self) -> Checkpoint:
         """Return the present frontier; the run may go on."""
-        states = {0: torch.default_generator.get_state()} | {i: g.get_state() for i, g in self._generators.items()}
-        return Checkpoint(self.cut, self._stretch.own(self.env, self.cut), states)
+        return Checkpoint(self.cut, self._stretch.own(self.env, self.cut), self._generators.states())
 
     def frontier(self, since: int) -> list[torch.Tensor]:
         """Return the values alive now whose memory was made or written behind the cut `since`, one per distinct view."""
@@ -315,7 +310,7 @@ class Run:
             if value.storage == NO_STORAGE:
                 found[number] = tensor
             elif self._stretch.changed(value.storage, since, self.cut):
-                found[value.storage, value.offset, value.shape, value.stride] = tensor
+                found[value.storage, value.offset, value.shape, value.stride, value.dtype] = tensor
         return list(found.values())
 
     def probe(self, since: int) -> NonFinite:
@@ -335,12 +330,12 @@ def as_recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_generator() -> Iterator[None]:
-    """Leave the process's random generator as it is."""
-    state = torch.default_generator.get_state()
+    """Leave the process's random generators as they are."""
+    before = ProcessGenerators()
     try:
         yield
     finally:
-        torch.default_generator.set_state(state)
+        before.restore()
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
@@ -349,20 +344,6 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     shown.set_(storage, like.storage_offset(), like.shape, like.stride())
     shown = torch._conj(shown) if like.is_conj() else shown
     return torch._neg_view(shown) if like.is_neg() else shown
-
-
-def tensors(item: Any) -> list[torch.Tensor | None]:
-    """Return the tensors of a call's result, flattened in order; None where one is undefined."""
-    if isinstance(item, torch.Tensor) or item is None:
-        return [item]
-    if isinstance(item, list | tuple):
-        return [tensor for part in item for tensor in tensors(part)]
-    return []
-
-
-def _generator_of(node: Node) -> int:
-    explicit = [item.index for item in [*node.args, *node.kwargs.values()] if isinstance(item, GeneratorRef)]
-    return explicit[0] if explicit else 0
 
 
 def _failure(node: Node, problem: Exception) -> ReplayError:

@@ -23,7 +23,11 @@ class Samples:
     def __init__(self, program: Program, stretch: Stretch, checkpoints: Sequence[Checkpoint]) -> None:
         """Find the size of the batch: the most common first dimension of its tensors."""
         self._stretch, self._checkpoints, self._program = stretch, checkpoints, program
-        inputs = [p.value for p in program.placeholders if p.phase is Phase.INPUT and not p.constant and program.values[p.value].shape]
+        inputs = [
+            p.value
+            for p in program.placeholders
+            if p.phase is Phase.INPUT and p.name.startswith("batch") and not p.constant and program.values[p.value].shape
+        ]  # the gradients that an update starts from are inputs, too, and have no samples
         sizes = Counter(program.values[value].shape[0] for value in inputs)
         self._size = sizes.most_common(1)[0][0] if sizes else 0
         self._inputs = [value for value in inputs if program.values[value].shape[0] == self._size]

@@ -19,6 +19,7 @@ from bisect_nan import capture as capturing
 from bisect_nan import relocation, storages
 from bisect_nan.environment import Environment
 from bisect_nan.errors import SnapshotError
+from bisect_nan.live import Live, watch
 from bisect_nan.manifest import Manifest
 from bisect_nan.packing import Content, pack, unpack
 from bisect_nan.program import Program
@@ -45,7 +46,7 @@ class Snapshot:
     loss: float
     environment: Environment
     _tensors: Mapping[int, torch.Tensor] = field(repr=False)
-    _versions: Mapping[int, int] = field(repr=False)
+    _live: tuple[Live, ...] = field(default=(), repr=False)
     history: tuple[Mapping[str, float], ...] = ()
     step_number: int | None = None
     path: Path | None = None
@@ -75,7 +76,7 @@ class Snapshot:
             RecordingError: The step cannot be recorded.
         """
         recording = capturing.record(model, batch, step, backward=backward)
-        return cls._of(recording, history, step_number)
+        return cls._of(recording, watch(recording, model, batch), history, step_number)
 
     @classmethod
     def capture_update(
@@ -99,11 +100,16 @@ class Snapshot:
         Raises:
             RecordingError: The update cannot be recorded.
         """
-        return cls._of(capturing.record_update(model, optimizer, loss), history, step_number)
+        recording = capturing.record_update(model, optimizer, loss)
+        return cls._of(recording, watch(recording, model, optimizer=optimizer), history, step_number)
 
     @classmethod
     def _of(
-        cls, recording: capturing.Recording, history: Sequence[Mapping[str, float]], step_number: int | None
+        cls,
+        recording: capturing.Recording,
+        live: tuple[Live, ...],
+        history: Sequence[Mapping[str, float]],
+        step_number: int | None,
     ) -> Self:
         return cls(
             program=recording.program,
@@ -111,7 +117,7 @@ class Snapshot:
             loss=recording.loss,
             environment=Environment.here(relocation.devices(recording.program)),
             _tensors=recording.tensors,
-            _versions={number: _version(tensor) for number, tensor in recording.tensors.items()},
+            _live=live,
             history=tuple(history),
             step_number=step_number,
         )
@@ -122,10 +128,9 @@ class Snapshot:
         Raises:
             SnapshotError: A captured tensor has been written to since.
         """
-        for number, tensor in self._tensors.items():
-            if _version(tensor) != self._versions[number]:
-                names = {placeholder.value: placeholder.name for placeholder in self.program.placeholders}
-                got = f"got {names[number]}, which was written to after the step was captured"
+        for live in self._live:
+            if live.changed:
+                got = f"got {live.name}, which was written to after the step was captured"
                 do = "call locate(snapshot) or snapshot.save(path) before the next optimizer step"
                 raise SnapshotError(got, "the tensors as they were before the step", do)
         return self._tensors
@@ -185,16 +190,10 @@ class Snapshot:
             loss=content.loss,
             environment=content.environment,
             _tensors=tensors,
-            _versions={number: _version(tensor) for number, tensor in tensors.items()},
             history=tuple(content.history),
             step_number=content.step_number,
             path=path,
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; 0 for one made in inference mode, where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (documented in torch's notes on autograd)
 
 
 def _known(device: str | torch.device) -> torch.device:

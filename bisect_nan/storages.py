@@ -123,7 +123,8 @@ def write_tensor(tensor: torch.Tensor, name: str, entries: dict[str, torch.Untyp
         coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
         return {"layout": layout, "shape": list(tensor.shape), "parts": parts, "coalesced": coalesced}
     tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.dtype.itemsize:
+    reached = extent(Value(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device))
+    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != reached:
         tensor = torch.empty_like(tensor).copy_(tensor)
     entries[name] = tensor.untyped_storage()
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -30,6 +30,7 @@ class Origin(enum.Enum):
     TURNED = "NaN made of infinities"
     WRITTEN = "an infinity that the program wrote on purpose"
     ADMITTED = "a sum or mean that took in an infinity written on purpose"
+    UNWRITTEN = "memory that was read before it was written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,18 @@ class Trail:
         self.births: list[Birth] = []
         self._reductions: list[Birth] = []
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to be explained."""
+        return not self.marks
+
     def follow(self, cut: int, since: int = 0) -> None:
         """Walk back from `cut` to the start, or until every mark is explained, or all calls behind the cut `since` were asked."""
         for checkpoint in reversed([c for c in self._checkpoints if c.cut < cut]):
-            if not self.marks or cut <= since:
+            if self.done or cut <= since:
                 return
             for executed in reversed(execute(self._stretch, checkpoint, cut, self._edits)):
-                self._explain(executed)
+                self._ask(executed)
             cut = checkpoint.cut
         start = self._checkpoints[0].env
         for placeholder in self._stretch.program.placeholders:
@@ -169,7 +175,7 @@ class Trail:
             return []
         return self._reductions[-1:]
 
-    def _explain(self, executed: Executed) -> None:
+    def _ask(self, executed: Executed) -> None:
         for number, made in executed.content.items():
             if not self._stretch.fills(executed.node, number):
                 continue  # a view: whoever wrote the memory is asked

@@ -68,6 +68,7 @@ class Values:
         self._numbered: list[Memory] = []
         self.leaves: dict[str, torch.Tensor] = {}
         self.without_memory: list[torch.Tensor] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the leaves, at first
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
         """Say what a tensor from outside is called; of several names for the same the first wins.
@@ -141,6 +142,7 @@ class Values:
         elif tensor.requires_grad and tensor.is_leaf:
             name = f"parameter {len(self.leaves)} from {line or 'outside of the model'}"
             self.leaves[name] = tensor
+            self._gradients.append((tensor, tensor.grad))
             self.placeholders.append(Placeholder(ref.value, Phase.PARAMETER, name))
         else:
             if isinstance(key, tuple) and not tensor.untyped_storage().resizable():
@@ -206,12 +208,14 @@ class Values:
         return _through(memory.original, tensor)
 
     def restore(self) -> None:
-        """Put back what the step wrote into memory from outside: parameters, buffers, batch, optimizer state."""
+        """Put back what the step wrote into memory from outside (parameters, buffers, batch), and the gradients of `leaves`."""
         for memory in self._numbered:
             if memory.owner is not None and memory.original is not None:
                 if memory.owner.nbytes() != memory.original.nbytes():
                     memory.owner.resize_(memory.original.nbytes())
                 memory.owner.copy_(memory.original)
+        for leaf, gradient in self._gradients:
+            leaf.grad = gradient
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
         key = shown(tensor)

@@ -66,7 +66,7 @@ def main() -> int:
 def _find(request: Request, progress: Callable[[str, int, int], None], messages: list[str]) -> Finding:
     """Load the target of a request and locate its fault; add what is worth saying to the messages."""
     scratch = Path(request.scratch)
-    progress("load", 0, 0)
+    progress("load" if request.target.endswith(".safetensors") else "record", 0, 0)
     target = load_target(request)
     if request.verbose or target.snapshot is None:
         messages += target.notes

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 Case = tuple[Any, Any, Callable[[Any, Any], Any]]
@@ -310,7 +313,7 @@ def reused_numpy_buffer() -> Case:
     def function(x: torch.Tensor) -> torch.Tensor:
         buffer[:] = 1.0
         first = torch.from_numpy(buffer)
-        x = x * first
+        x = x - first
         buffer[:] = 2.0
         return x + torch.from_numpy(buffer)
 
@@ -341,8 +344,10 @@ def attention() -> Case:
 @case
 def embedding_bag() -> Case:
     tokens = torch.randint(0, 11, (12,))
-    return nn.EmbeddingBag(11, 6, mode="mean", sparse=False), (tokens, torch.tensor([0, 3, 7])), lambda m, b: squared(
-        lambda pair: m(*pair), b
+    return (
+        nn.EmbeddingBag(11, 6, mode="mean", sparse=False),
+        (tokens, torch.tensor([0, 3, 7])),
+        lambda m, b: squared(lambda pair: m(*pair), b),
     )
 
 
@@ -372,6 +377,38 @@ def sparse_product() -> Case:
 def compiled() -> Case:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
     return torch.compile(model, backend="eager"), torch.randn(5, 6), squared
+
+
+@case
+def conditional_operator() -> Case:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.mean() > 0, lambda x: x.sin() * 2, lambda x: x.cos(), (x,))
+        with torch.no_grad():
+            z = torch.cond(x.sum() > 100, lambda x: x.exp(), lambda x: x.tanh(), (x,))
+        return y * z
+
+    return applied(function)
+
+
+@case
+def flex_attention_without_gradients() -> Case:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            q = x.detach().view(1, 1, 5, 6)
+            y = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))  # noqa: ARG005
+        return x * y[0, 0]
+
+    return applied(function)
+
+
+@case
+def higher_order_loops() -> Case:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            _, y = while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (torch.tensor(0), x.detach()))
+        return x * y + associative_scan(torch.add, x, 0, combine_mode="generic")
+
+    return applied(function)
 
 
 @case

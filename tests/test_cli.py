@@ -156,28 +156,21 @@ def test_unusable_targets(arguments: list[str], words: str) -> None:
 
 
 def test_verbose_shows_the_traceback_of_the_users_code() -> None:
-    """-v adds the traceback of an error in the user's own code."""
-    name = case("def build():\n    return 1 / 0")
-    assert "Traceback" not in bisect_nan("run", name).stderr
-    assert "Traceback" in bisect_nan("run", name, "-v").stderr
+    """-v adds the traceback of an error in the user's own code to the message."""
+    done = bisect_nan("run", case("def build():\n    return 1 / 0"), "-v")
+    assert done.returncode == 2
+    assert "got ZeroDivisionError from build() of case.py at case.py:2 in build" in done.stderr
+    assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("end", ["SIGSEGV", "SIGKILL"])
-def test_killed_child(end: str) -> None:
+def test_killed_child() -> None:
     """A child that a signal kills becomes one message and status 125."""
-    body = f"__import__('os').kill(__import__('os').getpid(), __import__('signal').{end})"
+    body = "__import__('os').kill(__import__('os').getpid(), __import__('signal').SIGSEGV)"
     done = bisect_nan("run", case(CASE.replace("BODY", body)))
     assert done.returncode == 125
     assert done.stdout == ""
-    assert f"error: the working process was killed by {end} (" in done.stderr
-    assert "while it loaded the target and recorded its step\n" in done.stderr
-
-
-def test_child_that_exits_on_its_own() -> None:
-    """Code that ends the process without an answer becomes one message and status 125."""
-    done = bisect_nan("run", case(CASE.replace("BODY", "__import__('os')._exit(3)")))
-    assert done.returncode == 125
-    assert "ended with exit code 3" in done.stderr
+    assert "error: the working process was killed by SIGSEGV (segmentation fault) " in done.stderr
+    assert "while it ran and recorded the step\n" in done.stderr
 
 
 def test_crashing_kernel_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -219,14 +212,32 @@ def test_interrupt_ends_both(folder: Path) -> None:
         os.kill(int((folder / "pid").read_text()), 0)
 
 
-def test_crash_without_a_manifest() -> None:
-    """The message for a crash falls back to the node's number when the file cannot be read."""
-    crash = Crash(-signal.SIGKILL, "replay", 12)
+@pytest.mark.parametrize(
+    ("crash", "words", "advice"),
+    [
+        (
+            Crash(-9, "replay", 12),
+            "killed by SIGKILL (most likely for lack of memory) in stage replay, while it",
+            "memory",
+        ),
+        (Crash(-11, "replay", 12), "while it executed node 12\n", "some kernels crash"),
+        (Crash(-15, "search", 3), "killed by SIGTERM", "run again"),
+        (Crash(3, "record", 0), "ended with exit code 3 while it ran and recorded the step", "plain Python"),
+    ],
+)
+def test_words_of_a_crash(crash: Crash, words: str, advice: str) -> None:
+    """Each way to die has its words; without a readable file the node is named by its number."""
     text = describe_crash(crash, Request("gone.safetensors"))
-    assert "killed by SIGKILL (most likely for lack of memory) in stage replay, while it executed node 12\n" in text
-    assert "do this: give it more memory" in text
+    assert words in text
+    assert advice in text.split("do this: ")[1]
+
+
+def test_only_crashes_are_tried_again() -> None:
+    """A child that was told to end is not started once more."""
     assert Crash(-signal.SIGTERM).wanted
-    assert not crash.wanted
+    assert Crash(-signal.SIGINT).wanted
+    assert not Crash(-signal.SIGKILL).wanted
+    assert not Crash(3).wanted
 
 
 def test_causes_and_explain() -> None:

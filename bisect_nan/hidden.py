@@ -1,0 +1,116 @@
+"""Faults behind a fault: badness that passes through finite values before it shows again.
+
+`x / inf` and `exp(-inf)` are 0, and 0 / 0 further down has only healthy inputs. So the zeros that a birth was made of (and values at
+the very end of the range, which `nan_to_num` makes) are followed back through healthy values to infinities, and from there on to
+where these were born. Interventions then decide whether they are the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+import torch
+
+from bisect_nan import finite
+from bisect_nan.blame import split
+from bisect_nan.dependence import Dependence
+from bisect_nan.influence import depended_on, is_number
+from bisect_nan.intent import Intent
+from bisect_nan.replay import Checkpoint, Executed, Run, Stretch
+from bisect_nan.trace import Birth, Marks, Origin, Trail, of
+
+
+class Census:
+    """Knows where a run makes bad values at all: without any there is nothing to follow, which is the usual case."""
+
+    def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, dependence: Dependence) -> None:
+        """Prepare; nothing is run before the first question.
+
+        Args:
+            stretch: The calls.
+            checkpoints: Where segments can be run from again, ascending, the first at cut 0.
+            intent: Tells the infinities that were written on purpose.
+            dependence: Of the whole program.
+        """
+        self._stretch, self._checkpoints, self._intent, self._dependence = stretch, checkpoints, intent, dependence
+        self._made: list[int] = []
+        self._counted = 0
+
+    def behind(self, birth: Birth) -> list[Birth]:
+        """Return the births whose infinities, turned into finite values, a birth was made of."""
+        if birth.node < 0 or birth.origin is not Origin.MADE:
+            return []
+        self._count(self._stretch.cut_after(birth.node) - 1)
+        before = nx.ancestors(self._dependence.graph, birth.node)
+        unwritten = any(self._stretch.program.nodes[call].memory is not None for call in before)
+        if before.isdisjoint(self._made) and not unwritten:
+            return []
+        walk = _Walk(self._stretch, self._checkpoints, self._intent, birth, everything=unwritten)
+        walk.follow(self._stretch.cut_after(birth.node))
+        return [*of(walk.births, Origin.MADE), *of(walk.births, Origin.UNWRITTEN)]
+
+    def _count(self, cut: int) -> None:
+        """Note the calls before a cut that make bad values which are not meant."""
+        if cut <= self._counted:
+            return
+        since, self._counted = self._counted, cut
+        checkpoint = [c for c in self._checkpoints if c.cut <= since][-1]
+
+        def look(executed: Executed) -> None:
+            if finite.probe(executed.content.values()) and self._makes(executed):
+                self._made.append(executed.node.index)
+
+        Run(self._stretch, checkpoint).advance(cut, look)
+
+    def _makes(self, executed: Executed) -> bool:
+        masks = {n: finite.mask(made) for n, made in executed.content.items() if self._stretch.fills(executed.node, n)}
+        born = any(bool(split(executed, n, mask).born.any()) for n, mask in masks.items() if bool(mask.any()))
+        return born and not self._intent.wrote(executed)
+
+
+class _Walk(Trail):
+    """A walk back that follows healthy elements as well, from the operands of one birth on."""
+
+    def __init__(
+        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, birth: Birth, *, everything: bool
+    ) -> None:
+        super().__init__(stretch, checkpoints, intent)
+        self._birth, self._everything = birth, everything
+        self._healthy = Marks(stretch.program)
+        self._begun = False
+
+    @property
+    def done(self) -> bool:
+        return self._begun and not self.marks and not self._healthy
+
+    def _ask(self, executed: Executed) -> None:
+        super()._ask(executed)
+        if executed.node.index == self._birth.node:
+            self._begun = True
+            needed = depended_on(executed, self._birth.value, self._birth.mask)
+            self._sort(executed, needed if self._everything else _edges(executed, needed))
+            return
+        for number in executed.content:
+            wanted = self._healthy.take(number) if self._stretch.fills(executed.node, number) else None
+            if wanted is None:
+                continue
+            if executed.node.memory is not None:
+                self.births.append(Birth(executed.node.index, number, wanted, Origin.UNWRITTEN))
+            self._sort(executed, depended_on(executed, number, wanted.to(executed.content[number].device)))
+
+    def _sort(self, executed: Executed, needed: Mapping[int, torch.Tensor]) -> None:
+        for number, mask in needed.items():
+            bad = finite.mask(executed.inputs[number]) & mask
+            self.marks.add(number, bad)
+            self._healthy.add(number, mask & ~bad)
+
+
+def _edges(executed: Executed, needed: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the elements that are bad, zero, or at the very end of the range."""
+    kept = {}
+    for number, mask in needed.items():
+        tensor = executed.inputs[number]
+        if is_number(tensor):
+            kept[number] = mask & ((tensor == 0) | ~(tensor.abs() < torch.finfo(tensor.dtype).max))
+    return kept
