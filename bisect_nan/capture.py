@@ -18,7 +18,7 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, Symptom
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
-from bisect_nan.state import Surroundings, optimizer_tensors
+from bisect_nan.state import Surroundings, named_parameters, optimizer_tensors
 
 Step = Callable[[Any, Any], Any]
 """`step(model, batch) -> loss`."""
@@ -85,41 +85,47 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Reco
 
 
 def record_update(
-    model: Any, optimizer: torch.optim.Optimizer, loss: float, closure: Callable[[], Any] | None = None
+    model: Any, optimizer: torch.optim.Optimizer, loss: float, *args: Any, **kwargs: Any
 ) -> Recording:
-    """Run `optimizer.step()` once under the recorder, on the gradients that are there.
+    """Run `optimizer.step(*args, **kwargs)` once under the recorder, on the gradients that are there.
 
-    Parameters, gradients, optimizer state and generators are afterwards as they were. The gradients are inputs of the program,
-    named `gradient of layers.0.weight`.
+    Parameters, gradients, buffers, optimizer state and generators are afterwards as they were. The gradients are inputs of the
+    program, named `gradient of layers.0.weight`. What was non-finite before is no symptom.
 
     Args:
         model: The module that is trained.
         optimizer: Its optimizer.
         loss: The loss of the step, for the report.
-        closure: Computes loss and gradients again, for an optimizer that wants it (LBFGS); it becomes part of the program.
+        args: Arguments of `optimizer.step`: a closure computes loss and gradients again, and becomes part of the program.
+        kwargs: Further arguments.
     """
     recorder, surroundings = Recorder(), Surroundings(model, optimizer)
     try:
+        parameters, buffers = named_parameters(model, optimizer), _buffers(model)
         _name_tensors(recorder, model, None)
-        for name, parameter in _parameters(model).items():
+        for name, parameter in parameters.items():
+            recorder.values.name(parameter, Phase.PARAMETER, name)
             if parameter.grad is not None:
                 recorder.values.name(parameter.grad, Phase.INPUT, f"gradient of {name}")
         for name, tensor in optimizer_tensors(optimizer):
             recorder.values.name(tensor, Phase.OPTIMIZER, name)
-        before = {name for name, tensor in optimizer_tensors(optimizer) if finite.kinds(tensor)}
+        before = _nonfinite(dict(optimizer_tensors(optimizer)))
         recorder.phase = Phase.OPTIMIZER
         with _eager(), _module_paths(model, recorder.modules), recorder:
-            optimizer.step(closure)
+            optimizer.step(*args, **kwargs)
         values = recorder.values
-        parameters = {name: parameter for name, parameter in _parameters(model).items() if values.wrote(parameter)}
+        parameters, buffers = _written(recorder, parameters), _written(recorder, buffers)
         state = {name: tensor for name, tensor in optimizer_tensors(optimizer) if values.seen(tensor)}
         targets = Targets(
             parameters={name: recorder.number(parameter) for name, parameter in parameters.items()},
+            buffers={name: recorder.number(buffer) for name, buffer in buffers.items()},
             optimizer={name: recorder.number(tensor) for name, tensor in state.items()},
         )
-        kind, found = "parameter", _nonfinite({name: parameter.detach() for name, parameter in parameters.items()})
+        kind, found = "parameter", _spoiled(recorder, parameters)
         if not found:
             kind, found = "optimizer", {name: t for name, t in _nonfinite(state).items() if name not in before}
+        if not found:
+            kind, found = "buffer", _spoiled(recorder, buffers)
         program = recorder.finish(targets)
         return Recording(program, dict(values.tensors), _observed(program, kind, found), loss)
     finally:
@@ -145,11 +151,9 @@ def _run(
         targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
         kind, found = "gradient", _nonfinite(gradients)
     if not found:
-        buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
-        written = {name: buffer for name, buffer in buffers.items() if values.wrote(buffer)}
+        written = _written(recorder, _buffers(model))
         targets = Targets(number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()})
-        kind, found = "buffer", _nonfinite(written)
-        found = {name: buffer for name, buffer in found.items() if not finite.kinds(values.before(buffer))}
+        kind, found = "buffer", _spoiled(recorder, written)
     program = recorder.finish(targets)
     return Recording(program, dict(values.tensors), _observed(program, kind, found), float(loss.detach()))
 
@@ -184,6 +188,16 @@ def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if finite.probe([tensor])}
 
 
+def _written(recorder: Recorder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those tensors from outside that the recorded calls wrote to."""
+    return {name: tensor.detach() for name, tensor in tensors.items() if recorder.values.wrote(tensor)}
+
+
+def _spoiled(recorder: Recorder, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the non-finite ones among written tensors that were finite before."""
+    return {name: t for name, t in _nonfinite(written).items() if not finite.probe([recorder.values.before(t)])}
+
+
 def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) -> Observed | None:
     """Keep the non-finite target that was finished first: nothing between the fault and it had to run on."""
     if not found:
@@ -202,6 +216,10 @@ def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) ->
 
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+
+
+def _buffers(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
 
 
 def _gradient_leaves(model: Any, batch: Any) -> dict[str, torch.Tensor]:

@@ -146,7 +146,7 @@ def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
             made = executed.content[birth.value]
             bad = birth.mask.to(made.device)
             if birth.origin is not Origin.UNWRITTEN:
-                bad &= finite.mask(made)
+                bad = bad & finite.mask(made)
             if bad.any():
                 _replace(made, _own(executed, birth, bad), neutral, executed, birth.value)
 

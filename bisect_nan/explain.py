@@ -10,7 +10,7 @@ import torch
 from bisect_nan import causes, finite
 from bisect_nan.causes.evidence import Call, Evidence, base_name
 from bisect_nan.dependence import Dependence
-from bisect_nan.finding import Culprit, Link, Phase
+from bisect_nan.finding import Culprit, Link, Phase, SourceLine
 from bisect_nan.program import Node, Ref, substitute
 from bisect_nan.replay import Executed, Run, Stretch
 from bisect_nan.reproduce import Pass
@@ -94,11 +94,7 @@ class Examination:
             mask=mask,
             symptom=self._symptom,
             forward=self._forward(node),
-            intended=tuple(
-                source
-                for birth in innocents
-                if birth.origin is Origin.WRITTEN and birth.node >= 0 and (source := self._program.source(self._program.nodes[birth.node]))
-            ),
+            intended=self._written(innocents),
             recompute=lambda dtype: _recompute(executed, dtype),
             ancestors=lambda name: tuple(self._ancestors(node, name)),
         )
@@ -119,11 +115,16 @@ class Examination:
             inputs=tuple(finite.summarise(t, n) for n, t in evidence.call.tensors().items()),
             outputs=tuple(finite.summarise(t, "out") for t in executed.content.values()),
             element=_first(mask),
-            samples=self._samples.of_result(node.index, value, mask),
+            samples=self._samples.of_result(node.index, value, mask) if node.phase is not Phase.OPTIMIZER else (),
             chain=self._chain(node.index),
             notes=match.notes,
             help=match.help or entry.help,
         )
+
+    def _written(self, innocents: Sequence[Birth]) -> tuple[SourceLine, ...]:
+        """The lines that wrote infinities on purpose, each once."""
+        nodes = [self._program.nodes[birth.node] for birth in innocents if birth.origin is Origin.WRITTEN and birth.node >= 0]
+        return tuple(dict.fromkeys(source for node in nodes if (source := self._program.source(node))))
 
     def _execute(self, node: Node) -> Executed:
         """Run one call again, from the latest checkpoint before it."""

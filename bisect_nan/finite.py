@@ -196,9 +196,11 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
     if low > high:
         low = high = None
     marked = bad.any(-1) if tensor.is_complex() else bad
-    # argmax returns the first of equal maxima, and has no bool kernel.
-    flat = marked.flatten().to(torch.uint8).argmax()
-    first = tuple(int(index) for index in torch.unravel_index(flat, shape))
+    # argmax returns the first of equal maxima, and has no bool kernel; torch.unravel_index would import half of torch.
+    flat, first = int(marked.flatten().to(torch.uint8).argmax()), tuple[int, ...]()
+    for size in reversed(shape):
+        flat, index = divmod(flat, size)
+        first = (index, *first)
     return TensorSummary(name, dtype, shape, nan, pos_inf, neg_inf, low, high, first)
 
 

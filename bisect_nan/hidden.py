@@ -41,12 +41,18 @@ class Census:
         """Return the births whose infinities, turned into finite values, a birth was made of."""
         if birth.node < 0 or birth.origin is not Origin.MADE:
             return []
-        self._count(self._stretch.cut_after(birth.node) - 1)
+        cut = self._stretch.cut_after(birth.node)
+        if not self._stretch.is_small(0, cut):
+            return self._roots(birth, zeros_only=True)
+        self._count(cut - 1)
         before = nx.ancestors(self._dependence.graph, birth.node)
         unwritten = any(self._stretch.program.nodes[call].memory is not None for call in before)
         if before.isdisjoint(self._made) and not unwritten:
             return []
-        walk = _Walk(self._stretch, self._checkpoints, self._intent, birth, everything=unwritten)
+        return self._roots(birth, everything=unwritten)
+
+    def _roots(self, birth: Birth, *, everything: bool = False, zeros_only: bool = False) -> list[Birth]:
+        walk = _Walk(self._stretch, self._checkpoints, self._intent, birth, everything, zeros_only)
         walk.follow(self._stretch.cut_after(birth.node))
         return [*of(walk.births, Origin.MADE), *of(walk.births, Origin.UNWRITTEN)]
 
@@ -73,21 +79,36 @@ class _Walk(Trail):
     """A walk back that follows healthy elements as well, from the operands of one birth on."""
 
     def __init__(
-        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, birth: Birth, *, everything: bool
+        self,
+        stretch: Stretch,
+        checkpoints: Sequence[Checkpoint],
+        intent: Intent,
+        birth: Birth,
+        everything: bool,
+        zeros_only: bool,
     ) -> None:
-        super().__init__(stretch, checkpoints, intent)
-        self._birth, self._everything = birth, everything
-        self._healthy = Marks(stretch.program)
-        self._begun = False
+        """Prepare a walk.
 
-    @property
-    def done(self) -> bool:
-        return self._begun and not self.marks and not self._healthy
+        Args:
+            stretch: The calls.
+            checkpoints: Where segments can be run from again.
+            intent: Tells the infinities that were written on purpose.
+            birth: Where to start.
+            everything: Whether its healthy operands of any value are followed, not only those that an infinity leaves behind.
+            zeros_only: Whether to give up where such a value was made of others, which keeps the walk short.
+        """
+        super().__init__(stretch, checkpoints, intent)
+        self._birth, self._everything, self._zeros_only = birth, everything, zeros_only
+        self._healthy = Marks(stretch.program)
+        self._healthy.add(birth.value, birth.mask)
+
+    def _waiting(self) -> set[int]:
+        return self.marks.storages() | self._healthy.storages()
 
     def _ask(self, executed: Executed) -> None:
         super()._ask(executed)
         if executed.node.index == self._birth.node:
-            self._begun = True
+            self._healthy.take(self._birth.value)
             needed = depended_on(executed, self._birth.value, self._birth.mask)
             self._sort(executed, needed if self._everything else _edges(executed, needed))
             return
@@ -97,7 +118,8 @@ class _Walk(Trail):
                 continue
             if executed.node.memory is not None:
                 self.births.append(Birth(executed.node.index, number, wanted, Origin.UNWRITTEN))
-            self._sort(executed, depended_on(executed, number, wanted.to(executed.content[number].device)))
+            needed = depended_on(executed, number, wanted.to(executed.content[number].device))
+            self._sort(executed, _edges(executed, needed) if self._zeros_only else needed)
 
     def _sort(self, executed: Executed, needed: Mapping[int, torch.Tensor]) -> None:
         for number, mask in needed.items():

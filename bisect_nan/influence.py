@@ -97,7 +97,8 @@ def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_high
             if not made.requires_grad:
                 return {}
             weights = mask * distinct(made)  # with equal ones a row of a softmax, whose sum is constant, would depend on nothing
-            gradients = torch.autograd.grad(made, list(leaves.values()), weights, allow_unused=True)
+            folded = (made * weights).sum()  # a scalar: seeds of another shape would make torch import all of sympy
+            gradients = torch.autograd.grad(folded.real if folded.is_complex() else folded, list(leaves.values()), allow_unused=True)
     except (RuntimeError, NotImplementedError):
         return {}  # no derivative
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}

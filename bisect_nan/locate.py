@@ -174,13 +174,14 @@ class _Case:
 
     def _narrowed(self, births: list[Birth], done: Pass) -> list[Birth]:
         """Leave only those elements of the births that are on the way back from the symptom: one call can make harmless ones too."""
-        if all(int(birth.mask.sum()) == 1 for birth in births):
+        first = min(self.stretch.cut_after(birth.node) - 1 for birth in births if birth.node >= 0)
+        if all(int(birth.mask.sum()) == 1 for birth in births) or not self.stretch.is_small(first, len(self.stretch)):
             return births
         trail = Trail(self.stretch, done.checkpoints, self.intent)
         done.run.advance(len(self.stretch))
         for target in self.targets:
             trail.marks.add(target, finite.mask(done.run.env[target]))
-        trail.follow(len(self.stretch), min(self.stretch.cut_after(birth.node) - 1 for birth in births if birth.node >= 0))
+        trail.follow(len(self.stretch), first)
         found = {(birth.node, birth.value, birth.origin): birth.mask for birth in trail.births}
         narrowed = [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
         return narrowed if self.court.still_heals(narrowed) else births

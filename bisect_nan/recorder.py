@@ -92,15 +92,16 @@ class Recorder(TorchDispatchMode):
         known = len(values.values)
         outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
         if not written and len(values.values) == known:  # a detach, a question about sizes, a number read by the host
-            if outputs and outputs[0] is not None:
-                self._by_sequence.setdefault(sequence, values.makers[outputs[0]])
+            if outputs and outputs[0] is not None and sequence not in self._by_sequence:
+                maker = values.makers[outputs[0]]
+                self._by_sequence[sequence] = maker if maker >= 0 else self._forward_of(autograd)
             return result
         self._by_sequence.setdefault(sequence, index)
         self._write_down(func, node_args, node_kwargs, outputs, written, cost, autograd, traits.random, state)
         if traits.uninitialized:
             self._uninitialized.made(known, index)
         if values.without_memory:
-            values.watch_sparse(traits.view, [*args, *kwargs.values()], result)
+            values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
         return result
 
     def _write_down(
@@ -117,7 +118,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         values = self.values.values
         source = self._lines.caller()
-        derived = -1 if autograd is None else self._by_sequence.get(autograd._sequence_nr(), -1)
+        derived = self._forward_of(autograd)
         module = self.modules[-1] if self.modules else ""
         if derived >= 0 and not module:
             module = self.nodes[derived].module
@@ -141,6 +142,10 @@ class Recorder(TorchDispatchMode):
                 generator=generator,
             )
         )
+
+    def _forward_of(self, autograd: Any) -> int:
+        """Return the index of the call that an autograd node is the derivative of; -1 when there is none."""
+        return -1 if autograd is None else self._by_sequence.get(autograd._sequence_nr(), -1)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder."""

@@ -7,7 +7,8 @@ cut: references, and copies only of memory that a later call writes to, so that 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,9 @@ from bisect_nan.program import NO_STORAGE, Node, Program, Value, substitute, ten
 
 Env = dict[int, torch.Tensor]
 """Tensors by value number."""
+
+_SMALL = 4_000_000
+"""Elements that a stretch may make to be looked at element by element, at up to a microsecond each."""
 
 
 @dataclass(slots=True)
@@ -138,6 +142,12 @@ class Stretch:
         """Seconds that each call took while recording."""
         return [node.cost for node in self.nodes]
 
+    def is_small(self, start: int, stop: int) -> bool:
+        """Whether the calls between two cuts make few enough elements to be looked at one by one."""
+        values = self.program.values
+        made = [values[n].shape for node in self.nodes[start:stop] for n in node.outputs if n is not None]
+        return sum(math.prod(shape) for shape in made) <= _SMALL
+
     def cut_after(self, index: int) -> int:
         """Return the cut just behind the program's node `index`."""
         return self._place[index] + 1
@@ -159,6 +169,12 @@ class Stretch:
         """Whether a memory was made or written by the calls between two cuts."""
         places = self._changes.get(storage)
         return places is not None and bisect_right(places, cut - 1) > bisect_right(places, since - 1)
+
+    def last_change(self, storage: int, cut: int) -> int:
+        """Return the place of the last call before a cut that made or wrote a memory; -1 when there is none."""
+        places = self._changes.get(storage, [])
+        before = bisect_left(places, cut)
+        return places[before - 1] if before else -1
 
     def fills(self, node: Node, number: int) -> bool:
         """Whether a call made or wrote the memory of a value of its own, rather than return a view of what others wrote."""

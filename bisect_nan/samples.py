@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bisect_nan.influence import depended_on
 from bisect_nan.finding import Phase
+from bisect_nan.influence import depended_on
 from bisect_nan.program import Program
 from bisect_nan.replay import Checkpoint, Stretch
 from bisect_nan.trace import Marks, execute
-
-_BUDGET = 0.1
-"""Seconds of recorded cost up to which elements are followed back call by call, which takes tens of times as long."""
 
 
 class Samples:
@@ -43,7 +40,7 @@ class Samples:
         if mask.dim() and mask.shape[0] == self._size and list(mask.shape).count(self._size) == 1:
             return _rows(mask)
         place = self._stretch.cut_after(node)
-        if sum(self._stretch.costs[:place]) < _BUDGET:
+        if self._stretch.is_small(0, place):
             rows = self._followed(place, value, mask)
             if len(rows) < self._size:
                 return rows

@@ -84,23 +84,26 @@ class Snapshot:
         model: Any,
         optimizer: torch.optim.Optimizer,
         loss: float,
-        *,
+        *args: Any,
         history: Sequence[Mapping[str, float]] = (),
         step_number: int | None = None,
+        **kwargs: Any,
     ) -> Self:
-        """Run `optimizer.step()` under the recorder, on the gradients that are there; nothing is left changed.
+        """Run `optimizer.step(*args, **kwargs)` under the recorder, on the gradients that are there; nothing is left changed.
 
         Args:
             model: The module that is trained.
             optimizer: Its optimizer.
             loss: The loss of the step.
+            args: Arguments of `optimizer.step`, such as a closure.
             history: Numbers of the steps before.
             step_number: Number of this step.
+            kwargs: Further arguments of `optimizer.step`.
 
         Raises:
             RecordingError: The update cannot be recorded.
         """
-        recording = capturing.record_update(model, optimizer, loss)
+        recording = capturing.record_update(model, optimizer, loss, *args, **kwargs)
         return cls._of(recording, watch(recording, model, optimizer=optimizer), history, step_number)
 
     @classmethod

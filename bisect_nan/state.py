@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
+from bisect_nan import finite
 from bisect_nan.generators import ProcessGenerators, state_of
 
-Undo = Callable[[], None]
+_GENERATORS = ("Generator", "Random")
+"""How the names of classes of random generators begin; `state_of` looks closer."""
 
 
 class Surroundings:
@@ -33,8 +35,7 @@ class Surroundings:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         batch: Any = None,
-        buffers: bool = False,
-        contents: bool = False,
+        contents: Iterable[torch.Tensor] = (),
     ) -> None:
         """Remember the present state.
 
@@ -42,37 +43,79 @@ class Surroundings:
             model: The module to be trained; anything else has no covered attributes.
             optimizer: Its optimizer, or None.
             batch: Any pytree of tensors and plain values.
-            buffers: Whether to copy the buffers, which a forward pass writes to.
-            contents: Whether to copy parameters, buffers and optimizer tensors.
+            contents: Tensors whose elements are copied, too.
         """
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-        copied = list(model.buffers()) if isinstance(model, nn.Module) else []
-        inputs = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        self._undo: list[Undo] = [_tensor(tensor) for tensor in [*parameters, *copied, *inputs]]
-        self._undo.extend(_attributes(module.__dict__) for module in modules)
-        self._undo.extend(_containers(batch))
-        copied += parameters if contents else []
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        tensors += [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        self._items = _Items()
+        self._tensors = [_Shown(tensor, self._items) for tensor in tensors]
+        self._namespaces = [(module.__dict__, self._attributes(module.__dict__)) for module in modules]
+        self._items.add_nested(batch)
         if optimizer is not None:
-            self._undo.append(_attributes(optimizer.__dict__))
-            self._undo.extend(_container(group) for group in optimizer.param_groups)
-            self._undo.extend(_container(state) for state in optimizer.state.values() if isinstance(state, MutableMapping))
-            copied += [tensor for _, tensor in optimizer_tensors(optimizer)]
-        self._contents = [(tensor, tensor.detach().clone()) for tensor in copied] if contents or buffers else []
+            known = {id(tensor) for tensor in tensors}
+            outside = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._tensors.extend(_Shown(parameter, self._items) for parameter in outside if id(parameter) not in known)
+            self._namespaces.append((optimizer.__dict__, self._attributes(optimizer.__dict__)))
+            self._items.add_nested(optimizer.param_groups)
+            self._items.add_nested(optimizer.state)
+        self._contents = {id(tensor): (tensor, tensor.detach().clone()) for tensor in contents}
         self._generators = ProcessGenerators()
+
+    def _attributes(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        """Return an object's present attributes; the items of containers among them, and the state of generators, are kept."""
+        before = dict(namespace)
+        for value in before.values():
+            kind: Any = type(value)
+            if _holds_items(kind):
+                self._items.add(value)
+            elif kind.__name__.startswith(_GENERATORS) and (undo := state_of(value)) is not None:
+                self._items.undo.append(undo)
+        return before
 
     def restore(self) -> None:
         """Put everything back."""
-        for undo in self._undo:
-            undo()
+        for shown in self._tensors:
+            shown.restore()
+        for namespace, before in self._namespaces:
+            for key in [key for key in namespace if key not in before]:
+                del namespace[key]
+            namespace.update(before)
+        self._items.restore()
         with torch.no_grad():
-            for tensor, saved in self._contents:
-                tensor.copy_(saved)
+            for tensor, saved in self._contents.values():
+                if not finite.same(tensor, saved):  # one that overlaps itself cannot be written to, not even by the step
+                    tensor.copy_(saved)
         self._generators.restore()
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the elements that a tensor had; None when it was not among the `contents`."""
+        return self._contents.get(id(tensor), (None, None))[1]
+
+
+def named_parameters(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by name, and behind them those that only its optimizer knows (`param_groups[1].params[0]`)."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    known = {id(parameter) for parameter in found.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                found[f"param_groups[{number}].params[{place}]"] = parameter
+    return found
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the tensors that an optimizer keeps, with a readable path: its state per parameter, its groups, its attributes."""
+    """Yield the tensors that an optimizer keeps, with a readable path: its state per parameter, its groups, its attributes.
+
+    The parameters, which it refers to as well, are none of them.
+    """
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for path, tensor in _kept(optimizer):
+        if id(tensor) not in parameters:
+            yield path, tensor
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, torch.Tensor]]:
     for number, state in enumerate(optimizer.state.values()):
         if isinstance(state, MutableMapping):
             yield from _named(f"state[{number}]", state.items())
@@ -90,54 +133,58 @@ def _named(path: str, items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, t
             yield from ((f"{path}.{key}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
 
 
-def _tensor(tensor: torch.Tensor) -> Undo:
-    """Return a function that lets a tensor show the memory that it shows now, with its gradient, hooks and `requires_grad`."""
-    data, needs_gradient, leaf = tensor.data, tensor.requires_grad, tensor.is_leaf
-    gradient = tensor.grad if leaf else None  # reading the gradient of another tensor warns
-    hooks = [(name, getattr(tensor, name)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]  # torch 2.6 to 2.13
-    entries = [_container(registered) for _, registered in hooks if registered is not None]
+class _Items:
+    """Containers and what they hold.
 
-    def undo() -> None:
-        if leaf and not tensor.is_leaf:
-            tensor.detach_()  # the step wrote something into it that needs a gradient
-        if not _same_view(tensor, data):
-            tensor.data = data
-        for name, registered in hooks:
-            if getattr(tensor, name) is not registered:
-                setattr(tensor, name, registered)
-        for restore in entries:
-            restore()
-        if leaf:
-            tensor.requires_grad_(needs_gradient)
-            tensor.grad = gradient
-
-    return undo
-
-
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided:
-        return True  # nothing to compare; such tensors cannot be recorded anyway
-    geometry = one.shape, one.stride(), one.storage_offset(), one.dtype
-    return one.is_set_to(other) and geometry == (other.shape, other.stride(), other.storage_offset(), other.dtype)
-
-
-def _attributes(namespace: dict[str, Any]) -> Undo:
-    """Return a function that gives an object's `__dict__` its present entries back.
-
-    The containers among them get their present items back, the random generators their state.
+    A module has a dozen, most of them empty, and this is made before every step: nothing is allocated for an empty one, or the
+    garbage collector would take longer than all the rest.
     """
-    before = dict(namespace)
-    undoes = [_container(value) if _holds_items(type(value)) else state_of(value) for value in before.values()]
 
-    def undo() -> None:
-        for key in [key for key in namespace if key not in before]:
-            del namespace[key]
-        namespace.update(before)
-        for restore in undoes:
-            if restore is not None:
-                restore()
+    def __init__(self) -> None:
+        self._empty: list[Any] = []
+        self._full: list[tuple[Any, Any]] = []
+        self.undo: list[Callable[[], None]] = []
 
-    return undo
+    def add(self, container: Any) -> None:
+        """Keep the items of a dictionary, list or set."""
+        if container:
+            self._full.append((container, dict(container) if isinstance(container, MutableMapping) else list(container)))
+        else:
+            self._empty.append(container)
+
+    def add_nested(self, tree: Any) -> None:
+        """Keep the items of every container in a batch, or in an optimizer's state: a step may pop its labels."""
+        kind: Any = type(tree)
+        if _holds_items(kind):
+            self.add(tree)
+        if isinstance(tree, MutableMapping):
+            tree = tree.values()
+        elif not isinstance(tree, list | tuple):
+            return
+        for item in tree:
+            self.add_nested(item)
+
+    def restore(self) -> None:
+        """Give every container its items back, in place."""
+        for container in self._empty:
+            _refill(container, ())
+        for container, items in self._full:
+            _refill(container, items)
+        for undo in self.undo:
+            undo()
+
+
+def _refill(container: Any, items: Any) -> None:
+    if isinstance(container, MutableMapping):
+        container.clear()
+        container.update(items)
+    elif isinstance(container, MutableSet):
+        container.clear()
+        container |= set(items)
+    else:
+        while container:  # neither slices (deque) nor clear (array) are there for all
+            container.pop()
+        container.extend(items)
 
 
 @functools.cache
@@ -145,38 +192,41 @@ def _holds_items(kind: type) -> bool:
     return issubclass(kind, MutableMapping | MutableSequence | MutableSet)
 
 
-def _containers(batch: Any) -> Iterable[Undo]:
-    """Yield what gives every container in a batch its present items back: a step may pop its labels."""
-    if _holds_items(type(batch)):
-        yield _container(batch)
-    if isinstance(batch, MutableMapping):
-        batch = batch.values()
-    elif not isinstance(batch, list | tuple):
-        return
-    for item in batch:
-        yield from _containers(item)
+_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # torch 2.6 to 2.13
 
 
-def _container(container: Any) -> Undo:
-    """Return a function that gives a dictionary, list or set its present items back, in place."""
-    if isinstance(container, MutableMapping):
-        items = dict(container)
+class _Shown:
+    """What a tensor shows: its memory, its gradient, its hooks and whether it requires a gradient."""
 
-        def undo() -> None:
-            container.clear()
-            container.update(items)
+    __slots__ = "_data", "_gradient", "_hooks", "_leaf", "_needs_gradient", "_tensor"
 
-    elif isinstance(container, MutableSequence):
-        sequence = list(container)
+    def __init__(self, tensor: torch.Tensor, items: _Items) -> None:
+        self._tensor, self._data, self._leaf, self._needs_gradient = tensor, tensor.data, tensor.is_leaf, tensor.requires_grad
+        self._gradient = tensor.grad if self._leaf else None  # reading the gradient of another tensor warns
+        self._hooks = [getattr(tensor, name) for name in _HOOKS]
+        for hooks in self._hooks:
+            if hooks is not None:
+                items.add(hooks)
 
-        def undo() -> None:
-            container[:] = sequence
+    def restore(self) -> None:
+        """Let the tensor show it again."""
+        tensor = self._tensor
+        if self._leaf and not tensor.is_leaf:
+            tensor.detach_()  # the step wrote something into it that needs a gradient
+        if not _same_view(tensor, self._data):
+            tensor.data = self._data
+        for name, hooks in zip(_HOOKS, self._hooks, strict=True):
+            registered = getattr(tensor, name)
+            if registered is not hooks:
+                registered.clear()  # autograd goes on calling the old ones, whatever the attribute is set to
+                setattr(tensor, name, hooks)
+        if self._leaf:
+            tensor.requires_grad_(self._needs_gradient)
+            tensor.grad = self._gradient
 
-    else:
-        members = set(container)
 
-        def undo() -> None:
-            container.clear()
-            container.update(members)
-
-    return undo
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided:
+        return True  # nothing to compare; such tensors cannot be recorded anyway
+    geometry = one.shape, one.stride(), one.storage_offset(), one.dtype
+    return one.is_set_to(other) and geometry == (other.shape, other.stride(), other.storage_offset(), other.dtype)

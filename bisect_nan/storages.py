@@ -176,6 +176,10 @@ class Reader:
             raise SnapshotError(
                 f"got {self._path}, which changed meanwhile", f"an entry {name}", "open it again"
             ) from problem
+        if shown.dtype != torch.uint8 or shown.numel() != size:
+            raise SnapshotError(
+                f"got {self._path}, which changed while it was opened", f"{size} bytes of {name}", "open it again"
+            )
         storage: torch.UntypedStorage = shown.untyped_storage()
         if shown.storage_offset() or storage.nbytes() != size or storage.data_ptr() % _ALIGNMENT:
             storage = shown.clone().untyped_storage()

@@ -69,9 +69,9 @@ class Marks:
             self._unit[value.storage] = min(size, self._unit.get(value.storage, size))
         self._bits: dict[int, torch.Tensor] = {}
 
-    def __bool__(self) -> bool:
-        """Whether anything is still to be explained."""
-        return bool(self._bits)
+    def storages(self) -> set[int]:
+        """Return the storages that hold something to be explained."""
+        return set(self._bits)
 
     def add(self, number: int, mask: torch.Tensor) -> None:
         """Mark elements of a value."""
@@ -134,19 +134,21 @@ class Trail:
         self.births: list[Birth] = []
         self._reductions: list[Birth] = []
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to be explained."""
-        return not self.marks
-
     def follow(self, cut: int, since: int = 0) -> None:
-        """Walk back from `cut` to the start, or until every mark is explained, or all calls behind the cut `since` were asked."""
+        """Walk back from `cut` to the start, or until every mark is explained, or all calls behind the cut `since` were asked.
+
+        Only segments in which a marked memory was written are run again.
+        """
         for checkpoint in reversed([c for c in self._checkpoints if c.cut < cut]):
-            if self.done or cut <= since:
-                return
-            for executed in reversed(execute(self._stretch, checkpoint, cut, self._edits)):
-                self._ask(executed)
+            latest = max((self._stretch.last_change(storage, cut) for storage in self._waiting()), default=-1)
+            if latest < since:
+                break
+            if latest >= checkpoint.cut:
+                for executed in reversed(execute(self._stretch, checkpoint, latest + 1, self._edits)):
+                    self._ask(executed)
             cut = checkpoint.cut
+        if since > 0:
+            return
         start = self._checkpoints[0].env
         for placeholder in self._stretch.program.placeholders:
             value = placeholder.value
@@ -174,6 +176,10 @@ class Trail:
         if any(birth.origin is not Origin.WRITTEN for birth in self.births):
             return []
         return self._reductions[-1:]
+
+    def _waiting(self) -> set[int]:
+        """The storages that hold something to be explained."""
+        return self.marks.storages()
 
     def _ask(self, executed: Executed) -> None:
         for number, made in executed.content.items():

@@ -18,19 +18,25 @@ _OVERWRITES = {
 }
 """Calls that replace every element that they write to without reading it. `out=` overloads do so, too."""
 
-_UNDECLARED: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "native_batch_norm": ((3, 4), 5),
-    "cudnn_batch_norm": ((3, 4), 5),
-    "miopen_batch_norm": ((3, 4), 5),
-    "batch_norm_update_stats": ((1, 2), None),
-    "batch_norm_gather_stats": ((3, 4), None),
-    "batch_norm_gather_stats_with_counts": ((3, 4), None),
-    "_cudnn_rnn": ((15,), 12),
+_STATISTICS = ("running_mean", "running_var")
+_UNDECLARED: dict[str, tuple[tuple[str, ...], str]] = {
+    "native_batch_norm": (_STATISTICS, "training"),
+    "cudnn_batch_norm": (_STATISTICS, "training"),
+    "miopen_batch_norm": (_STATISTICS, "training"),
+    "batch_norm_update_stats": (_STATISTICS, ""),
+    "batch_norm_gather_stats": (_STATISTICS, ""),
+    "batch_norm_gather_stats_with_counts": (_STATISTICS, ""),
+    "mkldnn_rnn_layer_backward": (("workspace",), ""),
+    "_cudnn_rnn": (("dropout_state",), "train"),
+    "_cudnn_rnn_backward": (("reserve",), ""),
+    "miopen_rnn": (("dropout_state",), "train"),
+    "miopen_rnn_backward": (("reserve",), ""),
 }
 """Arguments that a call writes to although its schema does not say so, and the flag that it does so under (torch 2.6 to 2.13).
 
-They are the running statistics of batch normalisation and the random state of cuDNN's dropout. The CPU's entries are held by
-`tests/test_traits.py::test_no_other_op_writes_undeclared`; those that need a GPU were read in aten/src/ATen/native.
+They are the running statistics of batch normalisation, the random state of dropout in cuDNN, and the scratch memory of recurrent
+layers. `tests/test_traits.py` looks for others among the CPU's kernels; those of GPUs were read in aten/src/ATen/native and in
+tools/autograd/derivatives.yaml, which copies the scratch memory for a second backward pass.
 """
 
 
@@ -59,17 +65,18 @@ class Traits:
     @classmethod
     def of(cls, target: torch._ops.OpOverload) -> Traits:
         """Read the traits of an overload."""
-        schema, tags = target._schema, target.tags  # noqa: SLF001  (torch 2.6 to 2.13; OpOverload has no public schema)
+        schema, tags = target._schema, target.tags  # torch 2.6 to 2.13; OpOverload has no public schema
         declared = [
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         name = schema.name.removeprefix("aten::")
-        undeclared, flag = _UNDECLARED.get(name, ((), None))
+        names = [argument.name for argument in schema.arguments]
+        hidden, flag = _UNDECLARED.get(name, ((), ""))
         return cls(
-            written=(*declared, *undeclared),
-            flag=flag,
+            written=(*declared, *map(names.index, hidden)),
+            flag=names.index(flag) if flag else None,
             random=torch.Tag.nondeterministic_seeded in tags,
             uninitialized=name in _UNINITIALIZED,
             overwrites=name in _OVERWRITES or any(isinstance(place, str) for place in declared),

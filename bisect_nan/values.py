@@ -177,13 +177,13 @@ class Values:
         if memory.owner is not None and memory.original is None:
             memory.original = memory.owner.clone()
 
-    def watch_sparse(self, view: bool, given: list[Any], made: Any) -> None:
+    def watch_sparse(self, given: list[Any], made: Any, *, view: bool) -> None:
         """Mark the memory that a call shows through a dense and through a sparse tensor.
 
         Args:
-            view: Whether what the call made are views of what it was given.
-            given: Its arguments.
+            given: The call's arguments.
             made: Its results.
+            view: Whether they are views of what it was given.
         """
         dense_made, sparse_made = _by_layout(made)
         dense_given, sparse_given = _by_layout(given)

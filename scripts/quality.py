@@ -7,7 +7,8 @@ Each case file holds build() and EXPECT (see fixtures/corpus/README.md). A case 
 without an optimizer is captured and located; a case with an optimizer trains under a Guard until it raises, and the snapshot that
 the Guard saved is located. Every case runs in a process of its own, with a time limit.
 
-    phase     the culprit's phase is the expected one; for "backward" (the loss is finite, a gradient is not) the symptom is a gradient
+    phase     the culprit's phase is the expected one; for "backward" (the loss is finite, a gradient is not) the symptom is
+              a gradient
     line      the culprit's source line is the one marked # CULPRIT
     cause     the culprit's cause is the expected one or one of the causes accepted beside it
     op        the culprit is known by one of the expected names: its op, the kernel that made the bad value, or its autograd node
@@ -15,19 +16,22 @@ the Guard saved is located. Every case runs in a process of its own, with a time
     all       every independent culprit is named, and nothing else
     samples   the rows of the batch that carry the fault
     clean     a case in which nothing is wrong is reported clean
-    budget    the search executed at most the program's nodes and probed at most 3 ceil(log2(nodes)) + 4 times, per culprit or innocent
+    verified  the change that is advised was executed, and the step came out finite
+    budget    the search executed at most the program's nodes and probed at most 3 ceil(log2(nodes)) + 4 times, for each culprit
+              and each harmless place
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
+import datetime as dt
 import functools
 import importlib.util
 import json
 import math
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -50,8 +54,8 @@ SCORES = ("phase", "line", "module", "op", "cause", "all", "samples", "clean", "
 def load_case(path: Path) -> ModuleType:
     """Execute a case file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(name=path.stem, path=str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -140,7 +144,7 @@ def quality(cases: Path = CASES, only: str = "", limit: float = 60.0) -> dict[st
         `totals` (score: [good, of]), `results` (one dictionary a case) and `confusion` (expected cause, found cause: count).
     """
     paths = [path for path in sorted(cases.glob("*.py")) if only in path.name]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(functools.partial(evaluate, limit=limit), paths))
     totals: dict[str, list[int]] = {}
     confusion: dict[str, int] = {}
@@ -160,7 +164,13 @@ def _applicable(path: Path) -> list[str]:
     expect, marks = load_case(path).EXPECT, marked_lines(path)
     if expect["phase"] == "none":
         return ["clean"]
-    names = ["phase", "cause", "verified", *(["line", "op"] if marks else []), *(["module"] if "module" in expect else [])]
+    names = [
+        "phase",
+        "cause",
+        "verified",
+        *(["line", "op"] if marks else []),
+        *(["module"] if "module" in expect else []),
+    ]
     return names + [key for key in ("all", "samples") if expect.get(key)]
 
 
@@ -184,17 +194,39 @@ def _work(path: Path, pipe: Any) -> None:
 
 
 def _report(result: dict[str, Any], cases: Path) -> None:
+    """Print what was missed, then the scores."""
     for entry in result["results"]:
         missed = ["everything"] if entry["row"] is None else [name for name, good in entry["row"].items() if not good]
         if missed and missed != ["verified"]:
             path = cases / entry["case"]
             expect, culprit = load_case(path).EXPECT, (entry.get("finding") or {}).get("culprit") or {}
             got = {key: culprit.get(key) for key in ("phase", "cause", "op", "line")}
-            print(f"{entry['case']}: missed {', '.join(missed)}; expected {expect['phase']}/{expect['cause']} {marked_lines(path)}; got {got}")
+            expected = f"{expect['phase']}/{expect['cause']} {marked_lines(path)}"
+            print(f"{entry['case']}: missed {', '.join(missed)}; expected {expected}; got {got}")
             if entry.get("error"):
                 print("    " + entry["error"].strip().replace("\n", "\n    "))
     for pair, count in sorted(result["confusion"].items()):
         print(f"cause {pair}: {count}")
+    print()
+    for name, good, of in _rows(result):
+        print(f"{name:9} {good:4} of {of:4}  {good / of:.1%}")
+    slowest = max(result["results"], key=lambda entry: entry["seconds"], default=None)
+    if slowest:
+        print(f"\n{_occasion(result)}; slowest: {slowest['case']}, {slowest['seconds']:.1f} s")
+
+
+def _markdown(result: dict[str, Any]) -> str:
+    """Return the scores as the README shows them."""
+    rows = [f"| {name} | {good} of {of} | {good / of:.1%} |" for name, good, of in _rows(result)]
+    return "\n".join([f"{_occasion(result)}:", "", "| score | right | share |", "|---|---|---|", *rows])
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(name, *result["totals"][name]) for name in SCORES if name in result["totals"]]
+
+
+def _occasion(result: dict[str, Any]) -> str:
+    return f"{len(result['results'])} cases, {dt.datetime.now(dt.UTC):%Y-%m-%d}, torch {torch.__version__}"
 
 
 def main() -> int:
@@ -203,20 +235,13 @@ def main() -> int:
     parser.add_argument("--cases", type=Path, default=CASES)
     parser.add_argument("--only", default="", help="only cases whose file name contains this")
     parser.add_argument("--json", type=Path, help="write everything there")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--markdown", action="store_true", help="print the scores alone, as Markdown")
     options = parser.parse_args()
     result = quality(options.cases, options.only)
-    _report(result, options.cases)
-    rows = [(name, *result["totals"][name]) for name in SCORES if name in result["totals"]]
-    print(f"\n{len(result['results'])} cases, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch {torch.__version__}\n")
     if options.markdown:
-        print("| score | right | of | share |\n|---|---|---|---|")
-    for name, good, of in rows:
-        cells = f"| {name} | {good} | {of} | {good / of:.1%} |" if options.markdown else f"{name:9} {good:4} of {of:4}  {good / of:.1%}"
-        print(cells)
-    slowest = max(result["results"], key=lambda entry: entry["seconds"], default=None)
-    if slowest:
-        print(f"\nslowest case: {slowest['case']}, {slowest['seconds']:.1f} s")
+        print(_markdown(result))
+    else:
+        _report(result, options.cases)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1, default=str))
     return 0

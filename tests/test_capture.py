@@ -189,7 +189,7 @@ def test_what_is_observed_is_what_training_would_show(factor: float) -> None:
     """The loss if it is non-finite, else the gradients, else nothing."""
     model, batch = Doubled(factor), torch.randn(5, 6)
     recording = record(model, batch, squared)
-    loss = squared(model, batch)
+    loss = squared(model, batch).detach()
     assert recording.loss == float(loss) or math.isnan(recording.loss)
     if math.isfinite(loss):
         assert recording.observed is None

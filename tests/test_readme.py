@@ -33,23 +33,32 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+Shell = Callable[[list[str]], list[tuple[str, int]]]
+"""Runs commands in one shell; returns output and exit status of each."""
+
+
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], list[tuple[str, int]]]:
-    """Return a function that runs commands in one shell, in a copy of the checkout's look, and gives output and status of each."""
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Return a shell that knows `bisect-nan`, in a folder where it sees fixtures/ and may write."""
     folder = tmp_path_factory.mktemp("shell")
     (folder / "fixtures").symlink_to(ROOT / "fixtures")
     program = folder / "bin" / "bisect-nan"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "from bisect_nan.cli import main; main()" "$@"\n')
     program.chmod(0o755)
-    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path}
+    before = {"PATH": str(program.parent), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **{key: f"{new}{os.pathsep}{os.environ.get(key, '')}" for key, new in before.items()}}
 
     def run(commands: list[str]) -> list[tuple[str, int]]:
         lines = [f'{command}\nstatus=$?; echo "{DONE}$status"; (exit $status)' for command in commands]
-        done = subprocess.run(
-            ["sh", "-c", "\n".join(lines)], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )  # noqa: S603, S607, E501
+        done = subprocess.run(  # noqa: S603  (README's own commands)
+            ["/bin/sh", "-c", "\n".join(lines)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         parts = re.split(f"{DONE}(\\d+)\n", done.stdout)
         return [(text, int(status)) for text, status in zip(parts[::2], parts[1::2], strict=False)]
 
@@ -71,7 +80,7 @@ def commands(transcript: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("line", "transcript"), blocks("console"))
-def test_console(line: int, transcript: str, shell: Callable[[list[str]], list[tuple[str, int]]]) -> None:
+def test_console(line: int, transcript: str, shell: Shell) -> None:
     """Commands end with status 0 (clean) or 1 (located), and print what README shows; three dots stand for the rest."""
     expected = dict(commands(transcript))
     for (command, shown), (text, status) in zip(expected.items(), shell(list(expected)), strict=True):
@@ -100,7 +109,7 @@ def test_python() -> None:
             value()
 
 
-def report(shell: Callable[[list[str]], list[tuple[str, int]]]) -> str:
+def report(shell: Shell) -> str:
     """Return the report on the first screen."""
     ((text, status),) = shell([REPORTED])
     assert status == 1

@@ -133,7 +133,8 @@ def test_double_backward_leads_to_the_forward_line() -> None:
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         x = batch.clone().requires_grad_()
         norm = model(x).norm(dim=1)
-        (gradient,) = torch.autograd.grad(norm.sum(), x, create_graph=True)
+        total = norm.sum()
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
         return gradient.square().sum()
 
     program = program_of(nn.Linear(6, 6), torch.randn(5, 6), step)

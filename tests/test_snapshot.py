@@ -20,7 +20,6 @@ from safetensors import safe_open
 from steps import STEPS
 from torch import nn
 
-from bisect_nan import storages
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import SnapshotError
 from bisect_nan.finite import same
@@ -150,7 +149,7 @@ def test_an_update_is_kept(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_view_of_any_dtype_survives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Shape, strides, offset and every bit of a placeholder come back, whatever its dtype."""
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -185,13 +184,8 @@ def test_tied_memory_is_written_once_and_still_tied(tmp_path: Path) -> None:
     low, high = names["batch['low']"], names["batch['high']"]
     assert low.untyped_storage().data_ptr() == high.untyped_storage().data_ptr()
     assert high.data_ptr() - low.data_ptr() == 40
-    assert (
-        sum(
-            storage.nbytes() == 160
-            for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in names.values()}.values()
-        )
-        == 1
-    )
+    _, manifest, _ = parts(tmp_path / "crash.safetensors")
+    assert sorted(size for _, _, size in manifest["storages"]) == [8, 24, 160]  # bias, weight, and the shared memory
 
 
 def test_a_slice_of_a_data_set_does_not_drag_all_of_it_along(tmp_path: Path) -> None:
@@ -336,12 +330,10 @@ def test_a_call_that_no_file_can_carry_is_refused_when_it_is_saved(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ten_thousand_nodes_take_less_than_two_megabytes(tmp_path: Path) -> None:
-    """The description of a large program stays small."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(900)))
+def test_a_call_takes_less_than_two_hundred_bytes(tmp_path: Path) -> None:
+    """The description of a large program stays small: ten thousand calls below two megabytes."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(150)))
     snapshot = Snapshot.capture(layers, torch.randn(2, 4), squared)
     path = snapshot.save(tmp_path / "crash.safetensors")
-    header = int.from_bytes(path.read_bytes()[:8], "little")
-    assert header < 200 * len(snapshot.program.nodes)
-    assert storages.Reader(path, {}) is not None
+    assert int.from_bytes(path.read_bytes()[:8], "little") < 200 * len(snapshot.program.nodes)
     assert_same_program(snapshot.program, Snapshot.load(path).program)

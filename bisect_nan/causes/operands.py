@@ -187,8 +187,8 @@ def written_by(evidence: Evidence) -> tuple[str, ...]:
     """Return a note on who wrote the intended infinities among the inputs, if there are any."""
     if not evidence.intended or not evidence.inputs_kinds() & finite.NonFinite.INF:
         return ()
-    lines = " and ".join(f"`{line.text}` at {line}" if line.text else str(line) for line in evidence.intended[:3])
-    return (f"the infinities among the inputs were written by {lines} and are intended",)
+    lines = [f"`{line.text}` at {line}" if line.text else str(line) for line in dict.fromkeys(evidence.intended)]
+    return (f"the infinities among the inputs were written by {' and '.join(lines[:3])} and are intended",)
 
 
 def where(evidence: Evidence, condition: torch.Tensor | None = None) -> str:
