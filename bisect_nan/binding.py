@@ -19,7 +19,9 @@ class Binding:
         """Sort the arguments of a call."""
         self._fixed: list[Any] = list(node.args)
         self._refs = [(place, item.value) for place, item in enumerate(node.args) if isinstance(item, Ref)]
-        self._mixed = [(place, item) for place, item in enumerate(node.args) if _varies(item) and not isinstance(item, Ref)]
+        self._mixed = [
+            (place, item) for place, item in enumerate(node.args) if _varies(item) and not isinstance(item, Ref)
+        ]
         self._keywords = {name: item for name, item in node.kwargs.items() if _varies(item)}
 
     def fill(

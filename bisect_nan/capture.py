@@ -78,15 +78,13 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Reco
         for leaf in leaves.values():
             leaf.grad = None
         with _eager(), _module_paths(model, recorder.modules):
-            return _run(recorder, model, batch, step, leaves, backward)
+            return _run(recorder, model, functools.partial(step, model, batch), leaves, backward=backward)
     finally:
         recorder.restore()
         surroundings.restore()
 
 
-def record_update(
-    model: Any, optimizer: torch.optim.Optimizer, loss: float, *args: Any, **kwargs: Any
-) -> Recording:
+def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *args: Any, **kwargs: Any) -> Recording:
     """Run `optimizer.step(*args, **kwargs)` once under the recorder, on the gradients that are there.
 
     Parameters, gradients, buffers, optimizer state and generators are afterwards as they were. The gradients are inputs of the
@@ -134,11 +132,11 @@ def record_update(
 
 
 def _run(
-    recorder: Recorder, model: Any, batch: Any, step: Step, leaves: Mapping[str, torch.Tensor], backward: bool
+    recorder: Recorder, model: Any, step: Callable[[], Any], leaves: Mapping[str, torch.Tensor], *, backward: bool
 ) -> Recording:
     values = recorder.values
     with recorder:
-        loss = scalar_loss(step(model, batch))
+        loss = scalar_loss(step())
     number = recorder.number(loss)
     targets, kind = Targets(number), "loss"
     found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
@@ -152,7 +150,9 @@ def _run(
         kind, found = "gradient", _nonfinite(gradients)
     if not found:
         written = _written(recorder, _buffers(model))
-        targets = Targets(number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()})
+        targets = Targets(
+            number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
+        )
         kind, found = "buffer", _spoiled(recorder, written)
     program = recorder.finish(targets)
     return Recording(program, dict(values.tensors), _observed(program, kind, found), float(loss.detach()))
@@ -254,18 +254,25 @@ def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
     """Keep the path of the running module on top of `stack`.
 
+    A layer of torch without parts of its own that a module of the user's calls belongs to the calling line, and so to its module.
+
     `nn.Module.__call__` is replaced meanwhile, as `torch.fx.Tracer` does it: hooks would keep modules from their fast paths.
     """
     paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+    users: list[bool] = []  # whether each running module is the user's own class
     plain = nn.Module.__call__
 
     @functools.wraps(plain)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stack.append(paths.get(id(module), stack[-1] if stack else ""))
+        caller, library = stack[-1] if stack else "", type(module).__module__.startswith("torch.")
+        part_of_line = library and users[-1:] == [True] and not module._modules
+        stack.append(caller if part_of_line else paths.get(id(module), caller))
+        users.append(not library)
         try:
             return plain(module, *args, **kwargs)
         finally:
             stack.pop()
+            users.pop()
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:

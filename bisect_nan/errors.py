@@ -56,7 +56,7 @@ class ReplayError(BisectNanError):
 
 
 class SnapshotError(BisectNanError):
-    """A file is no crash snapshot that this release can open. Nothing of the file was executed."""
+    """A file is no crash snapshot that this release can open (nothing of it was executed), or a snapshot cannot be saved or used."""
 
 
 class TargetError(BisectNanError):

@@ -59,7 +59,9 @@ class Draws:
         for item in [*args, *kwargs.values()]:
             if isinstance(item, torch.Generator):
                 return self.reference(item).index, item
-        source = _implicit([tensor.device for tensor in tensors(list(args)) if tensor is not None], kwargs.get("device"))
+        source = _implicit(
+            [tensor.device for tensor in tensors(list(args)) if tensor is not None], kwargs.get("device")
+        )
         return source, default_generator(source)
 
 
@@ -89,7 +91,7 @@ def _implicit(devices: Iterable[torch.device], made_on: torch.device | str | Non
     """Return the source of a call that was passed no generator: that of the first device other than the CPU."""
     for device in [*devices, *([] if made_on is None else [torch.device(made_on)])]:
         if device.type != "cpu":
-            return device if device.index is not None else torch.device(device.type, 0)
+            return torch.device(device.type, device.index or 0)
     return 0
 
 
@@ -126,7 +128,7 @@ class ProcessGenerators:
     def __init__(self) -> None:
         """Remember the present states; NumPy's only where NumPy has been imported."""
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -141,7 +143,7 @@ class ProcessGenerators:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def state_of(item: Any) -> Callable[[], None] | None:
+def state_of(item: Any) -> Callable[[], object] | None:
     """Return a function that puts a random generator of torch, Python or NumPy back; None when `item` is no such thing."""
     kind = type(item).__name__
     if kind not in {"Generator", "Random", "RandomState"}:

@@ -31,7 +31,7 @@ class Live:
     @property
     def changed(self) -> bool:
         """Whether it has been written to since."""
-        return _writes(self.tensor) != self.writes
+        return writes(self.tensor) != self.writes
 
 
 def watch(
@@ -51,7 +51,7 @@ def watch(
         if tensor.layout is torch.strided and not tensor.is_inference():  # torch does not count those
             name = names.get(tensor.untyped_storage().data_ptr())
             if name is not None:
-                found.append(Live(name, tensor, _writes(tensor)))
+                found.append(Live(name, tensor, writes(tensor)))
     return tuple(found)
 
 
@@ -65,5 +65,6 @@ def _tensors(model: Any, batch: Any, optimizer: torch.optim.Optimizer | None) ->
         yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _writes(tensor: torch.Tensor) -> int:
+def writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to."""
     return tensor._version  # noqa: SLF001  (described in torch's notes on autograd)

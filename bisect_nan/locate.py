@@ -57,7 +57,7 @@ def locate(snapshot: Snapshot, *, search: str = "bisect", progress: Progress | N
     if snapshot.observed is None:
         cost = SearchCost(nodes=len(snapshot.program.nodes))
         return Finding(Verdict.CLEAN, search=cost, loss=snapshot.loss)
-    with own_generator():
+    with own_generator(), snapshot.environment.applied():
         return _Case(snapshot, search, progress, careful).finding()
 
 
@@ -66,23 +66,25 @@ class _Case:
 
     def __init__(self, snapshot: Snapshot, method: str, progress: Progress | None, careful: bool) -> None:
         assert snapshot.observed is not None
+        self.seconds: dict[str, float] = {}
+        self._clock = time.perf_counter()
         self.snapshot, self.program, self.observed = snapshot, snapshot.program, snapshot.observed
         self.method = {"bisect": search.bisect, "scan": search.scan}[method]
         self.progress = progress or (lambda *_: None)
         self.dependence = Dependence(self.program)
         self.intent = Intent(self.program, self.dependence)
         numbers = self.program.targets.of(self.observed.symptom.kind)
-        self.targets = [numbers[name] for name in self.observed.names]
+        self.targets = [numbers[name] for name in self.observed.names if name in numbers]
         announce = (lambda node: self.progress("replay", node, len(self.program.nodes))) if careful else None
         self.stretch = Stretch(self.program, self.dependence.slice(self.targets), self.targets, announce)
         self.start = self.stretch.start(snapshot.tensors())
         self.first = self.stretch.cut_after(self.dependence.finished(self.targets[:1]) - 1) if self.stretch.nodes else 0
-        self.seconds: dict[str, float] = {}
         self.probes = self.executed = self.replays = 0
         self.cuts: list[tuple[int, str]] = []
-        self._clock = time.perf_counter()
 
     def finding(self) -> Finding:
+        if not self.targets:  # the recording came out clean, unlike the step that it repeats
+            return self._answer(Verdict.NOT_REPRODUCED, [], [], None)
         reproduced, verdict = self._reproduce()
         if reproduced is None:
             return self._answer(verdict, [], [], None)

@@ -12,6 +12,9 @@ import torch
 
 from bisect_nan import finite
 
+SMALL = 1 << 16
+"""Elements of a tensor up to which it is worth to sort it, or to try many variants of it."""
+
 _SEED = 0
 
 
@@ -32,10 +35,10 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 def ordered(tensor: torch.Tensor, *, nan_highest: bool = True) -> torch.Tensor:
     """Return distinct healthy values between 1/2 and 3/2, in double precision, in the same order as those of a tensor.
 
-    Selections (max, sort, median) pick among them what they picked before. NaN counts as the highest value, or as the lowest.
+    Selections (max, sort, median) pick among them what they picked before (those over large tensors do not). NaN counts as the highest value, or as the lowest.
     """
-    if tensor.is_complex():
-        return distinct(tensor).to(torch.complex128)
+    if tensor.is_complex() or tensor.numel() > SMALL:
+        return distinct(tensor).to(torch.complex128 if tensor.is_complex() else torch.float64)
     flat = tensor.detach().double().flatten()
     if not nan_highest:
         flat = flat.masked_fill(flat.isnan(), -math.inf)

@@ -7,7 +7,7 @@ scripted modules all come out as a straight line of calls.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
@@ -22,15 +22,28 @@ from bisect_nan.uninitialized import Uninitialized
 from bisect_nan.values import Values, shown
 
 _Tensor = torch.Tensor
-_PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_PLAIN = frozenset(
+    {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
 """Types of arguments that hold neither tensors nor generators."""
 
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
-_next_sequence = torch.autograd._get_sequence_nr  # torch 2.6 to 2.13: number of the autograd node that will be made next
+# torch 2.6 to 2.13: the number of the autograd node that will be made next
+_next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _clock = time.perf_counter
 
 
-class Recorder(TorchDispatchMode):
+class Effects(NamedTuple):
+    """What a call did besides returning values: see `Node`; `autograd` is the autograd node that ran it."""
+
+    written: tuple[int, ...] = ()
+    autograd: Any = None
+    cost: float = 0.0
+    random: bool = False
+    generator: torch.Tensor | None = None
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotations
     """Records the calls made while it is active.
 
     Attributes:
@@ -44,14 +57,16 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         """Start with an empty program."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
         self.values = Values()
         self.nodes: list[Node] = []
         self._traits: dict[Any, Traits] = {}
         self._uninitialized = Uninitialized(self.values, self.nodes)
-        self._by_sequence: dict[int, int] = {}  # sequence number of an autograd node -> the call that it is the derivative of
+        self._by_sequence: dict[
+            int, int
+        ] = {}  # sequence number of an autograd node -> the call that it is the derivative of
         self._draws = Draws()
         self._lines = Lines()
 
@@ -70,8 +85,9 @@ class Recorder(TorchDispatchMode):
             if not isinstance(func, torch._ops.OpOverload):
                 return self._run_higher_order(func, args, kwargs)
             traits = self._traits[func] = Traits.of(func)
-        if traits.moves:
-            return self._move(func, args, kwargs)
+        return self._move(func, args, kwargs) if traits.moves else self._run(func, traits, args, kwargs)
+
+    def _run(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node_args = tuple([self._argument(item) for item in args])
         node_kwargs = {key: self._argument(item) for key, item in kwargs.items()} if kwargs else kwargs
         written = traits.writes(node_args, node_kwargs) if traits.written else ()
@@ -88,20 +104,19 @@ class Recorder(TorchDispatchMode):
 
         if traits.random:
             self._draws.after(args, kwargs)
-        values, index = self.values, len(self.nodes)
-        known = len(values.values)
-        outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
-        if not written and len(values.values) == known:  # a detach, a question about sizes, a number read by the host
-            if outputs and outputs[0] is not None and sequence not in self._by_sequence:
-                maker = values.makers[outputs[0]]
-                self._by_sequence[sequence] = maker if maker >= 0 else self._forward_of(autograd)
-            return result
-        self._by_sequence.setdefault(sequence, index)
-        self._write_down(func, node_args, node_kwargs, outputs, written, cost, autograd, traits.random, state)
-        if traits.uninitialized:
-            self._uninitialized.made(known, index)
-        if values.without_memory:
-            values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
+        index, known = len(self.nodes), len(self.values.values)
+        outputs = (self.values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
+        if written or len(self.values.values) > known:
+            self._by_sequence.setdefault(sequence, index)
+            effects = Effects(written, autograd, cost, traits.random, state)
+            self._write_down(func, node_args, node_kwargs, outputs, effects)
+            if traits.uninitialized:
+                self._uninitialized.made(known, index)
+            if self.values.without_memory:
+                self.values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
+        elif outputs and outputs[0] is not None and sequence not in self._by_sequence:
+            maker = self.values.makers[outputs[0]]
+            self._by_sequence[sequence] = maker if maker >= 0 else self._forward_of(autograd)
         return result
 
     def _write_down(
@@ -110,18 +125,13 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: tuple[int | None, ...],
-        written: tuple[int, ...] = (),
-        cost: float = 0.0,
-        autograd: Any = None,
-        random: bool = False,
-        generator: torch.Tensor | None = None,
+        effects: Effects,
     ) -> None:
-        values = self.values.values
-        source = self._lines.caller()
-        derived = self._forward_of(autograd)
+        source, derived = self._lines.caller(), self._forward_of(effects.autograd)
         module = self.modules[-1] if self.modules else ""
         if derived >= 0 and not module:
             module = self.nodes[derived].module
+        values, written = self.values.values, effects.written
         self.nodes.append(
             Node(
                 index=len(self.nodes),
@@ -129,17 +139,17 @@ class Recorder(TorchDispatchMode):
                 args=args,
                 kwargs=kwargs,
                 outputs=outputs,
-                writes=tuple({values[value].storage: None for value in written}) if written else (),
+                writes=tuple({values[number].storage: None for number in written}) if written else (),
                 written=written,
                 phase=self.phase,
-                autograd=None if autograd is None else autograd.name(),
+                autograd=None if effects.autograd is None else effects.autograd.name(),
                 forward=derived if derived >= 0 and source is None else None,
                 module=module,
                 source=source,
-                cost=cost,
+                cost=effects.cost,
                 grad=torch.is_grad_enabled(),
-                random=random,
-                generator=generator,
+                random=effects.random,
+                generator=effects.generator,
             )
         )
 
@@ -195,7 +205,7 @@ class Recorder(TorchDispatchMode):
             raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         number = self.values.result(tensor, len(self.nodes))
-        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,))
+        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,), Effects())
         return Ref(number)
 
     def _results(self, result: Any, index: int) -> tuple[int | None, ...]:
@@ -230,7 +240,7 @@ class Recorder(TorchDispatchMode):
         number = self.values.result(tensor, index)
         options = {"dtype": tensor.dtype, "device": tensor.device}
         geometry = list(tensor.shape), list(tensor.stride())
-        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,))
+        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,), Effects())
         self._uninitialized.made(number, index)
         return result
 
@@ -265,5 +275,7 @@ class Recorder(TorchDispatchMode):
         hidden = [kind.__qualname__ for kind in types if not hasattr(kind, "__tensor_flatten__")]
         if hidden:
             got = f"the step uses {hidden[0]}, a class of tensors that computes in its own __torch_dispatch__"
-            raise RecordingError(got, "plain tensors, or wrappers with __tensor_flatten__", "run the step on plain tensors")
+            raise RecordingError(
+                got, "plain tensors, or wrappers with __tensor_flatten__", "run the step on plain tensors"
+            )
         return NotImplemented

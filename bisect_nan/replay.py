@@ -1,7 +1,7 @@
 """Runs a stretch of a program: from a checkpoint to a cut, with interventions, as often as needed.
 
-A `Stretch` is a program reduced to the calls that some target values need; cuts count its calls. A checkpoint is the frontier at a
-cut: references, and copies only of memory that a later call writes to, so that no run can spoil what another one starts from.
+A `Stretch` is a program reduced to the calls that some target values need; cuts count its calls. A checkpoint is the frontier at
+a cut: references, and copies only of memory that a later call writes to, so that no run spoils what another one starts from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,19 +188,22 @@ class Stretch:
 
     def source(self, node: Node) -> Source:
         """Return the random generator that a call draws from."""
-        devices = [self.program.values[number].device for number in [*node.outputs, *node.written] if number is not None]
+        devices = [
+            self.program.values[number].device for number in [*node.outputs, *node.written] if number is not None
+        ]
         return source_of([*node.args, *node.kwargs.values()], devices)
 
     def own(self, env: Env, cut: int) -> Env:
         """Return `env` with fresh copies of every memory that a call behind the cut writes to."""
-        values, copies, owned = self.program.values, {}, dict(env)
+        values, owned = self.program.values, dict(env)
+        copies: dict[int, torch.UntypedStorage] = {}
         for number, tensor in env.items():
             value = values[number]
             if value.storage == NO_STORAGE or not self.written_later(value.storage, cut):
                 continue
             copy = copies.get(value.storage)
             if copy is None:
-                copy = copies[value.storage] = tensor.untyped_storage().clone()
+                copy = copies[value.storage] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
             owned[number] = view(copy, tensor)
         return owned
 
@@ -214,7 +217,11 @@ class Run:
     """
 
     def __init__(
-        self, stretch: Stretch, checkpoint: Checkpoint, edits: Mapping[int, Edit] | None = None, state: Env | None = None
+        self,
+        stretch: Stretch,
+        checkpoint: Checkpoint,
+        edits: Mapping[int, Edit] | None = None,
+        state: Env | None = None,
     ) -> None:
         """Take over the checkpoint's values.
 
@@ -225,7 +232,6 @@ class Run:
             state: Tensors that replace values of the checkpoint.
         """
         self._stretch, self._edits = stretch, edits or {}
-        self._changed = bool(edits or state)
         self.cut = checkpoint.cut
         self.env = stretch.own({**checkpoint.env, **(state or {})}, checkpoint.cut)
         self._generators = GeneratorStates(checkpoint.generators)
@@ -244,10 +250,10 @@ class Run:
             self._advance(cut, visit)
 
     def _advance(self, cut: int, visit: Edit | None) -> None:
-        env, stretch, grad = self.env, self._stretch, torch.is_grad_enabled()
+        stretch, grad = self._stretch, torch.is_grad_enabled()
         for place in range(self.cut, cut):
             node = stretch.nodes[place]
-            if node.grad is not grad:  # some kernels keep a workspace for the backward pass only then (mkldnn_rnn_layer)
+            if node.grad is not grad:  # some kernels keep more for the backward pass only then (mkldnn_rnn_layer)
                 torch._C._set_grad_enabled(node.grad)
                 grad = node.grad
             if stretch.announce is not None:
@@ -258,34 +264,34 @@ class Run:
                 result = self._call(place)
             except Exception as problem:
                 raise _failure(node, problem) from problem
-            if isinstance(result, torch.Tensor):
-                env[node.outputs[0]] = result  # type: ignore[index]  # a tensor has a number
-            elif result is not None:
-                for number, made in zip(node.outputs, tensors(result), strict=False):
-                    if number is not None and made is not None:
-                        env[number] = made
-            if self._changed:
-                self._check_path(node)
+            self._keep(node, result)
             self.cut = place + 1
             stretch.executed += 1
             if seen is not None:
                 self._show(seen, edit, visit, cut)
             for number in stretch.free[place]:
-                env.pop(number, None)
+                self.env.pop(number, None)
 
-    def _check_path(self, node: Node) -> None:
-        """Raise when other values gave a result another size: the recorded calls are then no longer what the step would do."""
-        for number in node.outputs:
-            if number is None or number not in self.env:
+    def _keep(self, node: Node, result: Any) -> None:
+        """Keep what a call returned.
+
+        Raises:
+            ReplayError: It is not of the recorded size: the recorded calls are then no longer what the step would do.
+        """
+        made = (result,) if isinstance(result, torch.Tensor) else tensors(result)
+        for place, number in enumerate(node.outputs):
+            if number is None:
                 continue
+            tensor = made[place] if place < len(made) else None
             expected = self._stretch.program.values[number].shape
-            if self.env[number].shape != expected:
+            if tensor is None or tensor.shape != expected:
                 raise ReplayError(
-                    f"node {node.index} ({node.target}) gave shape {tuple(self.env[number].shape)}",
+                    f"node {node.index} ({node.target}) gave {'nothing' if tensor is None else f'shape {tuple(tensor.shape)}'}",
                     f"{expected}, as recorded",
-                    "treat this change of values as one that the recorded program cannot follow",
+                    "replay where the step was recorded: with other values the step takes another path than the recorded one",
                     node=node.index,
                 )
+            self.env[number] = tensor
 
     def _before(self, node: Node, place: int, until: int) -> Executed:
         source = self._stretch.source(node) if node.random else 0
@@ -293,7 +299,9 @@ class Run:
         return Executed(node, self._kept(node.inputs(), place, until), {}, state, source)
 
     def _show(self, seen: Executed, edit: Edit | None, visit: Edit | None, until: int) -> None:
-        numbers = [n for n in dict.fromkeys([*seen.node.outputs, *seen.node.written]) if n is not None and n in self.env]
+        numbers = [
+            n for n in dict.fromkeys([*seen.node.outputs, *seen.node.written]) if n is not None and n in self.env
+        ]
         if edit is not None:
             edit(replace(seen, content={number: self.env[number] for number in numbers}))
         if visit is not None:
@@ -302,7 +310,9 @@ class Run:
     def _kept(self, numbers: Iterable[int], place: int, until: int) -> Env:
         """Return values, copied where a call from `place` up to `until` overwrites them."""
         values, stretch = self._stretch.program.values, self._stretch
-        return {n: self.env[n].clone() if stretch.changed(values[n].storage, place, until) else self.env[n] for n in numbers}
+        return {
+            n: self.env[n].clone() if stretch.changed(values[n].storage, place, until) else self.env[n] for n in numbers
+        }
 
     def _call(self, place: int) -> Any:
         node = self._stretch.nodes[place]
@@ -320,7 +330,8 @@ class Run:
 
     def frontier(self, since: int) -> list[torch.Tensor]:
         """Return the values alive now whose memory was made or written behind the cut `since`, one per distinct view."""
-        values, found = self._stretch.program.values, {}
+        values = self._stretch.program.values
+        found: dict[Hashable, torch.Tensor] = {}
         for number, tensor in self.env.items():
             value: Value = values[number]
             if value.storage == NO_STORAGE:

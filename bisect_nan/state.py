@@ -35,6 +35,7 @@ class Surroundings:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         batch: Any = None,
+        others: Iterable[torch.Tensor] = (),
         contents: Iterable[torch.Tensor] = (),
     ) -> None:
         """Remember the present state.
@@ -43,19 +44,19 @@ class Surroundings:
             model: The module to be trained; anything else has no covered attributes.
             optimizer: Its optimizer, or None.
             batch: Any pytree of tensors and plain values.
+            others: Further tensors to cover.
             contents: Tensors whose elements are copied, too.
         """
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
         tensors += [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors += others
+        tensors += [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         self._items = _Items()
-        self._tensors = [_Shown(tensor, self._items) for tensor in tensors]
+        self._tensors = [_Shown(tensor, self._items) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
         self._namespaces = [(module.__dict__, self._attributes(module.__dict__)) for module in modules]
         self._items.add_nested(batch)
         if optimizer is not None:
-            known = {id(tensor) for tensor in tensors}
-            outside = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._tensors.extend(_Shown(parameter, self._items) for parameter in outside if id(parameter) not in known)
             self._namespaces.append((optimizer.__dict__, self._attributes(optimizer.__dict__)))
             self._items.add_nested(optimizer.param_groups)
             self._items.add_nested(optimizer.state)
@@ -84,7 +85,9 @@ class Surroundings:
         self._items.restore()
         with torch.no_grad():
             for tensor, saved in self._contents.values():
-                if not finite.same(tensor, saved):  # one that overlaps itself cannot be written to, not even by the step
+                if not finite.same(
+                    tensor, saved
+                ):  # one that overlaps itself cannot be written to, not even by the step
                     tensor.copy_(saved)
         self._generators.restore()
 
@@ -94,7 +97,7 @@ class Surroundings:
 
 
 def named_parameters(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model by name, and behind them those that only its optimizer knows (`param_groups[1].params[0]`)."""
+    """Return a model's parameters by name, then those that only its optimizer knows (`param_groups[1].params[0]`)."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     known = {id(parameter) for parameter in found.values()}
     for number, group in enumerate(optimizer.param_groups):
@@ -143,12 +146,14 @@ class _Items:
     def __init__(self) -> None:
         self._empty: list[Any] = []
         self._full: list[tuple[Any, Any]] = []
-        self.undo: list[Callable[[], None]] = []
+        self.undo: list[Callable[[], object]] = []
 
     def add(self, container: Any) -> None:
         """Keep the items of a dictionary, list or set."""
         if container:
-            self._full.append((container, dict(container) if isinstance(container, MutableMapping) else list(container)))
+            self._full.append(
+                (container, dict(container) if isinstance(container, MutableMapping) else list(container))
+            )
         else:
             self._empty.append(container)
 
@@ -201,7 +206,12 @@ class _Shown:
     __slots__ = "_data", "_gradient", "_hooks", "_leaf", "_needs_gradient", "_tensor"
 
     def __init__(self, tensor: torch.Tensor, items: _Items) -> None:
-        self._tensor, self._data, self._leaf, self._needs_gradient = tensor, tensor.data, tensor.is_leaf, tensor.requires_grad
+        self._tensor, self._data, self._leaf, self._needs_gradient = (
+            tensor,
+            tensor.data,
+            tensor.is_leaf,
+            tensor.requires_grad,
+        )
         self._gradient = tensor.grad if self._leaf else None  # reading the gradient of another tensor warns
         self._hooks = [getattr(tensor, name) for name in _HOOKS]
         for hooks in self._hooks:

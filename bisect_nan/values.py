@@ -160,7 +160,8 @@ class Values:
     def _remember(self, tensor: torch.Tensor, address: int) -> Memory:
         memory = self._memories.get(address)
         if memory is None:
-            memory = self._memories[address] = Memory(len(self._numbered), StorageWeakRef(tensor.untyped_storage()))
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            memory = self._memories[address] = Memory(len(self._numbered), reference)
             self._numbered.append(memory)
         return memory
 
@@ -175,7 +176,7 @@ class Values:
             raise _unsupported("an in-place change of a sparse tensor")
         memory = self._numbered[storage]
         if memory.owner is not None and memory.original is None:
-            memory.original = memory.owner.clone()
+            memory.original = _copy(memory.owner)
 
     def watch_sparse(self, given: list[Any], made: Any, *, view: bool) -> None:
         """Mark the memory that a call shows through a dense and through a sparse tensor.
@@ -252,7 +253,12 @@ def _through(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same view of a copy of the tensor's whole memory."""
-    return _through(tensor.untyped_storage().clone(), tensor)
+    return _through(_copy(tensor.untyped_storage()), tensor)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copy
 
 
 def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

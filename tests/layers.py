@@ -16,7 +16,7 @@ LAYERS = {
         " causes.degenerate causes.unclassified causes"
     ),
     "The answer": "explain locate",
-    "The training loop": "guard",
+    "The training loop": "modes norms guard",
     "Reports": "reports.words reports.terminal reports",
     "The command line": "child user_code tensors targets worker crash inspection meter cli",
 }

@@ -62,28 +62,34 @@ def applied(function: Callable[[torch.Tensor], torch.Tensor]) -> Case:
 
 @case
 def convolutions_with_batch_norm() -> Case:
+    """Running statistics are written to in forward, and `relu` works in place."""
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout2d(), nn.MaxPool2d(2)]
     return supervised(nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 4)), 4, 3, 8, 8)
 
 
 @case
 def transformer_with_dropout() -> Case:
+    """Attention without a mask takes its fused kernel; dropout draws four times a layer."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     return nn.TransformerEncoder(layer, 2), torch.randn(3, 7, 16), squared
 
 
 @case
 def lstm_with_dropout() -> Case:
+    """One call per layer (oneDNN), whose backward takes undefined gradients."""
     return nn.LSTM(8, 16, 2, dropout=0.3), torch.randn(5, 3, 8), lambda m, b: m(b)[0].square().mean()
 
 
 @case
 def bidirectional_gru() -> Case:
+    """A recurrent layer that is written out step by step."""
     return nn.GRU(8, 16, 2, dropout=0.3, bidirectional=True), torch.randn(5, 3, 8), lambda m, b: m(b)[0].square().mean()
 
 
 @case
 def tied_embeddings() -> Case:
+    """One parameter is used twice."""
+
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,11 +122,13 @@ class Checkpointed(nn.Module):
 
 @case
 def checkpointing() -> Case:
+    """Activations are computed again, with the generator rewound, through saved-tensor hooks."""
     return Checkpointed(reentrant=False), torch.randn(5, 6), squared
 
 
 @case
 def reentrant_checkpointing() -> Case:
+    """Activations are computed again in a backward pass within the backward pass."""
     return Checkpointed(reentrant=True), torch.randn(5, 6), squared
 
 
@@ -141,11 +149,14 @@ class SafeLog(torch.autograd.Function):
 
 @case
 def custom_function() -> Case:
+    """Forward and backward are Python."""
     return applied(SafeLog.apply)
 
 
 @case
 def in_place_on_views() -> Case:
+    """Writes through slices, a transpose and a selection of one memory."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         y[1:3, ::2].mul_(2.0)
@@ -159,6 +170,8 @@ def in_place_on_views() -> Case:
 
 @case
 def data_dependent_control_flow() -> Case:
+    """Branches, loop counts and factors depend on values."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         if x.mean() > 0:
             x = x * 2
@@ -171,6 +184,8 @@ def data_dependent_control_flow() -> Case:
 
 @case
 def complex_spectrum() -> Case:
+    """Complex numbers, lazily conjugated and negated views, Fourier transforms."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         z = torch.fft.rfft(x)
         z = z * torch.exp(1j * z.angle()) + z.conj() @ torch.randn(4, 4, dtype=torch.complex64)
@@ -181,6 +196,8 @@ def complex_spectrum() -> Case:
 
 @case
 def per_sample_gradients() -> Case:
+    """`vmap` of `grad`."""
+
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(x @ weight).square().sum()
@@ -206,6 +223,7 @@ class Scriptable(nn.Module):
 
 @case
 def scripted() -> Case:
+    """The model is TorchScript."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.script(Scriptable())
@@ -229,6 +247,7 @@ STEPS["autocast_bfloat16"] = functools.partial(mixed_precision, torch.bfloat16)
 
 @case
 def frozen_layers() -> Case:
+    """Only some parameters need gradients."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
     model[0].requires_grad_(requires_grad=False)
     model[2].bias.requires_grad_(requires_grad=False)
@@ -237,6 +256,8 @@ def frozen_layers() -> Case:
 
 @case
 def gradient_penalty() -> Case:
+    """The step differentiates itself, and the result is differentiated again."""
+
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         x = batch.clone().requires_grad_()
         score = model(x)
@@ -248,6 +269,8 @@ def gradient_penalty() -> Case:
 
 @case
 def named_losses() -> Case:
+    """Two losses in a dictionary."""
+
     def step(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         output = model(batch)
         return {"fit": output.square().mean(), "size": output.abs().sum().reshape(1)}
@@ -257,11 +280,14 @@ def named_losses() -> Case:
 
 @case
 def tuple_of_losses() -> Case:
+    """Two losses in a tuple."""
     return nn.Linear(6, 6), torch.randn(5, 6), lambda m, b: (m(b).mean(), m(b).square().mean())
 
 
 @case
 def foreach_operations() -> Case:
+    """Calls that take and return lists, one of them in place."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         parts = torch._foreach_mul([x, x + 1, x - 1], 2.0)
         with torch.no_grad():
@@ -273,6 +299,7 @@ def foreach_operations() -> Case:
 
 @case
 def explicit_generators() -> Case:
+    """Draws from generators that are passed to calls, one of them reseeded."""
     first, second = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
 
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -286,6 +313,8 @@ def explicit_generators() -> Case:
 
 @case
 def reseeding() -> Case:
+    """The default generator is seeded and forked in the middle."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         x = functional.dropout(x)
         torch.manual_seed(5)
@@ -299,6 +328,8 @@ def reseeding() -> Case:
 
 @case
 def numpy_randomness() -> Case:
+    """A mask is drawn by NumPy."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         mask = torch.from_numpy(np.random.rand(5, 6) < 0.5)  # noqa: NPY002  (the global generator is the point)
         return x.masked_fill(mask, 0.0)
@@ -308,6 +339,7 @@ def numpy_randomness() -> Case:
 
 @case
 def reused_numpy_buffer() -> Case:
+    """A literal's memory changes behind torch's back."""
     buffer = np.zeros(6, dtype=np.float32)
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +354,8 @@ def reused_numpy_buffer() -> Case:
 
 @case
 def parameters_through_data() -> Case:
+    """Parameters are changed through `.data`, and given another one."""
+
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         model.weight.data.clamp_(-0.2, 0.2)
         model.bias.data = model.bias.data * 0.5
@@ -332,6 +366,8 @@ def parameters_through_data() -> Case:
 
 @case
 def attention() -> Case:
+    """A mask of minus infinity, dropout inside of attention, causal attention."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         q = x.view(5, 1, 3, 2)
         mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
@@ -343,6 +379,7 @@ def attention() -> Case:
 
 @case
 def embedding_bag() -> Case:
+    """Bags of embeddings with offsets."""
     tokens = torch.randint(0, 11, (12,))
     return (
         nn.EmbeddingBag(11, 6, mode="mean", sparse=False),
@@ -353,18 +390,21 @@ def embedding_bag() -> Case:
 
 @case
 def embedding_bag_maximum() -> Case:
+    """Bags of embeddings whose kernel keeps the places of the maxima."""
     tokens = torch.randint(0, 11, (4, 3))
     return nn.EmbeddingBag(11, 6, mode="max"), tokens, squared
 
 
 @case
 def sparse_gradients() -> Case:
+    """The gradient has no storage."""
     tokens = torch.randint(0, 11, (4, 3))
     return nn.Embedding(11, 6, sparse=True), tokens, squared
 
 
 @case
 def sparse_product() -> Case:
+    """The batch holds a sparse matrix."""
     adjacency = torch.eye(5).to_sparse()
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -375,12 +415,15 @@ def sparse_product() -> Case:
 
 @case
 def compiled() -> Case:
+    """The model is compiled."""
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
     return torch.compile(model, backend="eager"), torch.randn(5, 6), squared
 
 
 @case
 def conditional_operator() -> Case:
+    """`torch.cond`, with and without gradients."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         y = torch.cond(x.mean() > 0, lambda x: x.sin() * 2, lambda x: x.cos(), (x,))
         with torch.no_grad():
@@ -392,6 +435,8 @@ def conditional_operator() -> Case:
 
 @case
 def flex_attention_without_gradients() -> Case:
+    """A higher-order operator with a Python function inside."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             q = x.detach().view(1, 1, 5, 6)
@@ -403,6 +448,8 @@ def flex_attention_without_gradients() -> Case:
 
 @case
 def higher_order_loops() -> Case:
+    """Loops that are operators."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             _, y = while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (torch.tensor(0), x.detach()))
@@ -413,6 +460,8 @@ def higher_order_loops() -> Case:
 
 @case
 def hooks_that_change_gradients() -> Case:
+    """A hook computes in the backward pass."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 3)
         return x.exp()
@@ -422,6 +471,8 @@ def hooks_that_change_gradients() -> Case:
 
 @case
 def moved_in_place() -> Case:
+    """`t_`, `squeeze_`, `set_` and `resize_` change what a tensor shows."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         z = y.view(6, 5)
@@ -440,6 +491,8 @@ def moved_in_place() -> Case:
 
 @case
 def resized_and_out_arguments() -> Case:
+    """`out=` and `resize_` give memory to empty tensors."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             grown = torch.empty(0)
@@ -455,6 +508,7 @@ def resized_and_out_arguments() -> Case:
 
 @case
 def overlapping_batch() -> Case:
+    """Two inputs share memory, and one is written to."""
     whole = torch.randn(12, 6)
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -466,18 +520,22 @@ def overlapping_batch() -> Case:
 
 @case
 def batch_with_gradient() -> Case:
+    """Inputs need gradients."""
     batch = {"x": torch.randn(5, 6, requires_grad=True), "scale": torch.tensor(2.0, requires_grad=True)}
     return nn.Linear(6, 6), batch, lambda m, b: (m(b["x"]) * b["scale"]).square().mean()
 
 
 @case
 def parameter_in_the_batch() -> Case:
+    """An input is a parameter."""
     model = nn.Linear(6, 6)
     return model, {"x": torch.randn(5, 6), "w": model.weight}, lambda m, b: (m(b["x"]) @ b["w"]).square().mean()
 
 
 @case
 def one_buffer_under_two_names() -> Case:
+    """A buffer that is written to has two names."""
+
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -494,11 +552,14 @@ def one_buffer_under_two_names() -> Case:
 
 @case
 def loss_without_parameters() -> Case:
+    """The loss depends on no parameter."""
     return nn.Linear(6, 6), torch.randn(5, 6), lambda _, b: b.square().mean()
 
 
 @case
 def zero_sized() -> Case:
+    """Tensors without elements."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         nothing = x[:0]
         return torch.cat([nothing * 2, x, torch.zeros(0, 6)]) + nothing.sum()
@@ -508,12 +569,15 @@ def zero_sized() -> Case:
 
 @case
 def module_outside_of_the_model() -> Case:
+    """The step holds a module of its own."""
     outside = nn.Linear(6, 3)
     return nn.Linear(6, 6), torch.randn(5, 6), lambda m, b: outside(m(b)).square().mean()
 
 
 @case
 def returned_by_reference() -> Case:
+    """Calls that return what they were given, or views of it."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         y = functional.relu(x, inplace=True)
         first, *rest = y.unbind(0)
@@ -524,6 +588,7 @@ def returned_by_reference() -> Case:
 
 @case
 def pooling_and_norms() -> Case:
+    """Layers with randomness and running statistics."""
     model = nn.Sequential(
         nn.Conv1d(4, 6, 3, padding=1, groups=2),
         nn.GroupNorm(2, 6),
@@ -540,6 +605,7 @@ def pooling_and_norms() -> Case:
 
 @case
 def custom_operator() -> Case:
+    """An operator that is not of ATen."""
     return applied(shift)
 
 

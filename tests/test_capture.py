@@ -27,24 +27,32 @@ from bisect_nan.replay import Run, Stretch, own_generator
 def fingerprint(item: Any) -> Any:
     """Return everything that two states of an object can differ in, as nested plain values that compare with ==."""
     if isinstance(item, torch.Tensor):
-        content = item.detach().to_dense().double().nan_to_num(123.0).tolist()
-        hooks = [len(hooks) if hooks else 0 for hooks in (item._backward_hooks, item._post_accumulate_grad_hooks)]
-        gradient = (id(item.grad), fingerprint(item.grad)) if item.is_leaf and item.grad is not None else None
-        place = () if item.is_sparse else (item.data_ptr(), item.stride(), item.storage_offset())
-        return id(item), place, tuple(item.shape), item.dtype, item.requires_grad, item.is_leaf, content, gradient, hooks
+        return tensor_fingerprint(item)
     if isinstance(item, nn.Module):
         return {name: fingerprint(vars(module)) for name, module in item.named_modules()}
     if isinstance(item, torch.optim.Optimizer):
         return fingerprint(vars(item) | {"state": list(item.state.items())})
     if isinstance(item, dict):
-        return [(fingerprint(key) if isinstance(key, torch.Tensor) else key, fingerprint(part)) for key, part in item.items()]
-    if isinstance(item, list | tuple):
-        return [fingerprint(part) for part in item]
-    if isinstance(item, torch.Generator):
-        return item.get_state().tolist()
-    if isinstance(item, np.random.Generator):
-        return str(item.bit_generator.state)
-    return item if isinstance(item, int | float | str | set | None) else id(item)
+        pairs = [
+            (fingerprint(key) if isinstance(key, torch.Tensor) else key, fingerprint(part))
+            for key, part in item.items()
+        ]
+    elif isinstance(item, list | tuple):
+        pairs = [fingerprint(part) for part in item]
+    elif isinstance(item, torch.Generator | np.random.Generator):
+        pairs = item.get_state().tolist() if isinstance(item, torch.Generator) else str(item.bit_generator.state)
+    else:
+        pairs = item if isinstance(item, int | float | str | set | None) else id(item)
+    return pairs
+
+
+def tensor_fingerprint(item: torch.Tensor) -> Any:
+    """Return identity, place, geometry, elements, gradient and hooks of a tensor."""
+    content = item.detach().to_dense().double().nan_to_num(123.0).tolist()
+    hooks = [len(hooks) if hooks else 0 for hooks in (item._backward_hooks, item._post_accumulate_grad_hooks)]
+    gradient = (id(item.grad), fingerprint(item.grad)) if item.is_leaf and item.grad is not None else None
+    place = () if item.is_sparse else (item.data_ptr(), item.stride(), item.storage_offset())
+    return id(item), place, tuple(item.shape), item.dtype, item.requires_grad, item.is_leaf, content, gradient, hooks
 
 
 def generators() -> Any:
@@ -52,7 +60,7 @@ def generators() -> Any:
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in {"scripted"}])
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "scripted"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_recording_leaves_model_batch_and_generators_alone(name: str) -> None:
     """Recording any step of the table changes no tensor, attribute, gradient, hook or generator."""
@@ -77,14 +85,14 @@ class Restless(nn.Module):
         self.history: list[int] = []
         self.seen: set[int] = set()
         self.noise = np.random.default_rng(3)
-        self.dice = random.Random(3)
+        self.dice = random.Random(3)  # noqa: S311  (no secret)
         self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.history.append(self.calls)
         self.seen.add(self.calls)
-        self.fresh = self.noise.random() + self.dice.random() + random.random()
+        self.fresh = self.noise.random() + self.dice.random() + random.random()  # noqa: S311  (no secret)
         self.replaced = self.replaced + 1
         self.linear.weight.data = self.linear.weight.data * 2
         self.linear.bias.data.fill_(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import networkx as nx
 import pytest
@@ -26,7 +27,9 @@ def recorded(name: str) -> Recording:
 @functools.cache
 def everything(name: str) -> dict[int, torch.Tensor]:
     """Return all values of a step of the table, as they are at its end."""
-    made = {value for node in recorded(name).program.nodes for value in [*node.outputs, *node.written] if value is not None}
+    made = {
+        value for node in recorded(name).program.nodes for value in [*node.outputs, *node.written] if value is not None
+    }
     return replayed(recorded(name), sorted(made))
 
 
@@ -132,7 +135,7 @@ def test_a_chain_leads_from_a_call_to_the_target() -> None:
     start = next(node.index for node in program.nodes if str(node.target) == "aten.exp.default")
     chain = dependence.chain(start, [loss])
     assert (chain[0], chain[-1]) == (start, dependence.finished([loss]) - 1)
-    assert all(dependence.graph.has_edge(one, two) for one, two in zip(chain, chain[1:], strict=False))
+    assert all(dependence.graph.has_edge(one, two) for one, two in itertools.pairwise(chain))
     assert dependence.chain(start, [loss], through=chain[1:]) == chain
     assert dependence.chain(start, [loss], through=[]) == [start]
     gradient = program.targets.gradients["linear.weight"]

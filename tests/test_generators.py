@@ -80,7 +80,7 @@ def test_all_generators_of_the_process_are_put_back() -> None:
     """torch's, Python's and NumPy's."""
 
     def draws() -> tuple[float, float, float]:
-        return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002
+        return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311
 
     before = ProcessGenerators()
     expected = draws()
@@ -92,7 +92,7 @@ def test_all_generators_of_the_process_are_put_back() -> None:
 
 def test_generator_objects_are_put_back() -> None:
     """Generators that a module holds: of torch, of Python, and both kinds of NumPy's."""
-    dice, legacy, modern = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
+    dice, legacy, modern = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)  # noqa: S311
     passed = torch.Generator().manual_seed(1)
     cases = [
         (dice, dice.random),

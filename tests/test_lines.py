@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def test_frames_of_torch_are_skipped() -> None:
 
     class Asking(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found.append((lambda: LINES.caller())())
+            found.append(here())
             return x
 
     nn.Sequential(Asking())(torch.ones(1))
@@ -67,7 +68,9 @@ def test_code_without_a_file_has_a_line_when_nothing_better_is_there() -> None:
         "    return lines.caller()\n"
         "print(ask())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script % (sys.path,)], capture_output=True, text=True, check=True)
+    done = subprocess.run(  # noqa: S603  (runs this interpreter)
+        [sys.executable, "-c", script % (sys.path,)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "<string>:6"
     space = {"here": here}
     exec("def generated():\n    return here()", space)  # noqa: S102
@@ -83,7 +86,7 @@ def test_the_engine_ends_the_search() -> None:
     found: list[SourceLine | None] = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG002
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found.append(LINES.caller())
             return func(*args, **(kwargs or {}))
 

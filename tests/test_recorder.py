@@ -12,6 +12,7 @@ import torch
 from steps import Apply, SafeLog, applied, squared
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from bisect_nan.capture import record
@@ -65,7 +66,12 @@ def test_the_module_is_the_path_of_the_innermost_running_module() -> None:
     program = program_of(nn.Sequential(Attention(), Attention()), torch.randn(6, 6), squared)
     assert [node.module for node in calls(program, "_softmax")] == ["0", "1"]
     assert [node.module for node in calls(program, "tanh")] == ["0.inner", "1.inner"]
-    assert [node.module for node in calls(program, "addmm")] == ["0.query", "0.inner.linear", "1.query", "1.inner.linear"]
+    assert [node.module for node in calls(program, "addmm")] == [
+        "0.query",
+        "0.inner.linear",
+        "1.query",
+        "1.inner.linear",
+    ]
     assert [node.module for node in calls(program, "tanh_backward")] == ["1.inner", "0.inner"]
     assert {node.module for node in calls(program, "mean")} == {""}
 
@@ -138,7 +144,9 @@ def test_double_backward_leads_to_the_forward_line() -> None:
         return gradient.square().sum()
 
     program = program_of(nn.Linear(6, 6), torch.randn(5, 6), step)
-    second = [node for node in program.nodes if node.phase is Phase.BACKWARD and node.autograd and "Norm" in node.autograd]
+    second = [
+        node for node in program.nodes if node.phase is Phase.BACKWARD and node.autograd and "Norm" in node.autograd
+    ]
     assert second
     assert {text(program, node) for node in second} == {"norm = model(x).norm(dim=1)"}
     assert all("torch.autograd.grad" not in text(program, node) for node in program.nodes if node.autograd)
@@ -237,7 +245,10 @@ def test_detours_through_python_numbers_leave_no_call() -> None:
     ("make", "said"),
     [
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]).to_padded_tensor(0.0).sum(), "nested"),
-        (lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.quint8).dequantize().sum() + x.sum(), "quantised"),
+        (
+            lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.quint8).dequantize().sum() + x.sum(),
+            "quantised",
+        ),
         (lambda x: (x.detach().to_sparse().mul_(2)).sum() + x.sum(), "sparse"),
     ],
 )
@@ -265,7 +276,7 @@ def test_a_tensor_class_that_hides_its_calls_is_refused() -> None:
 
     class Hiding(torch.Tensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             with torch._C._DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
 
@@ -309,8 +320,6 @@ def test_the_recorder_runs_without_the_wrapper_against_compilation() -> None:
 
 def test_the_second_class_of_dispatch_sees_inner_calls_of_wrappers() -> None:
     """A wrapper of tensors takes itself apart under the recorder, which then sees its inner calls."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
     a, b = torch.ones(3), torch.zeros(3)
     with Recorder() as recorder:
         TwoTensor(a, b).exp()

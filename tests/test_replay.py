@@ -128,13 +128,14 @@ def test_one_gradient_alone_equals_the_full_run(name: str) -> None:
     """The stretch of a single gradient computes the same bits with no more calls."""
     recording = recorded(name)
     whole = replayed(recording, all_targets(recording))
-    for number in recording.program.targets.gradients.values():
+    everything = len(stretch_of(recording, all_targets(recording)))
+    for number in [*recording.program.targets.gradients.values()][::5]:
         stretch = stretch_of(recording, [number])
         with own_generator():
             run = Run(stretch, stretch.start(recording.tensors))
             run.advance(len(stretch))
         assert same(run.env[number], whole[number])
-        assert len(stretch) <= len(stretch_of(recording, all_targets(recording)))
+        assert len(stretch) <= everything
 
 
 def test_a_replay_leaves_the_placeholders_alone() -> None:
@@ -199,7 +200,7 @@ def test_a_call_that_fails_is_named() -> None:
     start = stretch.start(recording.tensors)
     first = next(number for number in start.env if number in set(stretch.nodes[0].inputs()))
     start.env[first] = torch.zeros(1, 1, 1)
-    with pytest.raises(ReplayError, match="node 0 .* at tests/steps.py") as caught:
+    with pytest.raises(ReplayError, match=r"node 0 .* at tests/steps.py") as caught:
         Run(stretch, start).advance(len(stretch))
     assert caught.value.node == 0
 
@@ -209,7 +210,7 @@ def test_the_hidden_context_managers_of_torch_are_as_known() -> None:
     weight = torch.ones(2, requires_grad=True)
     with as_recorded():
         assert torch.ops.aten.mul.Tensor(weight, 2.0).grad_fn is None
-        torch._C._set_grad_enabled(True)
+        torch._C._set_grad_enabled(True)  # noqa: FBT003  (takes no keyword)
         assert torch.is_grad_enabled()
         assert torch.ops.aten.mul.Tensor(weight, 2.0).grad_fn is None
     assert (weight * 2).grad_fn is not None

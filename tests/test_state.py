@@ -46,7 +46,7 @@ def test_the_first_optimizer_step_can_be_taken_back() -> None:
 
 
 def test_only_what_is_asked_for_is_copied() -> None:
-    """With the buffers as contents, a forward pass in training mode leaves no trace, while parameters keep what was written to them."""
+    """With the buffers as contents, a forward pass leaves no trace, while parameters keep what was written to them."""
     model = nn.BatchNorm1d(6)
     before = Surroundings(model, contents=model.buffers())
     model(torch.randn(5, 6))

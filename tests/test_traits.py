@@ -28,7 +28,7 @@ class Witness(TorchDispatchMode):
         self.draws: set[str] = set()
         self.moves: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, known = func._schema.name.removeprefix("aten::"), Traits.of(func)
         given = [tensor for tensor in tensors([*args, *kwargs.values()]) if tensor is not None]

@@ -27,7 +27,9 @@ def nan_memory() -> Iterator[None]:
 
 def kept(recording: Recording) -> list[str]:
     """Return the names of the calls whose memory was kept."""
-    return [node.target._schema.name.removeprefix("aten::") for node in recording.program.nodes if node.memory is not None]
+    return [
+        node.target._schema.name.removeprefix("aten::") for node in recording.program.nodes if node.memory is not None
+    ]
 
 
 READ: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,7 +79,7 @@ def overwritten_through_views(x: torch.Tensor) -> torch.Tensor:
 
 
 WRITTEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "dropout": lambda x: functional.dropout(x),
+    "dropout": functional.dropout,
     "copy": lambda x: x + torch.empty(6).copy_(torch.ones(6)),
     "fill": lambda x: x + torch.empty(5, 6).fill_(2.0),
     "draw": lambda x: x + torch.empty(5, 6).normal_(),

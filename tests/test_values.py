@@ -20,7 +20,17 @@ def test_a_tensor_is_what_it_shows() -> None:
     """Aliases are the same tensor; other views, dtypes and lazy flags of the memory are others."""
     x = torch.randn(4, 4, dtype=torch.complex64)
     same = [x.detach(), x.data, x.view(4, 4), x.t().t(), x.conj().conj()]
-    others = [x.t(), x[:2], x[2:], x.conj(), x.view(torch.float64), torch.view_as_real(x), x.conj().imag, x.imag, x.clone()]
+    others = [
+        x.t(),
+        x[:2],
+        x[2:],
+        x.conj(),
+        x.view(torch.float64),
+        torch.view_as_real(x),
+        x.conj().imag,
+        x.imag,
+        x.clone(),
+    ]
     assert all(shown(item) == shown(x) for item in same)
     keys = [shown(item) for item in [x, *others]]
     assert len(set(keys)) == len(keys)
