@@ -265,7 +265,7 @@ def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
     @functools.wraps(plain)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caller, library = stack[-1] if stack else "", type(module).__module__.startswith("torch.")
-        part_of_line = library and users[-1:] == [True] and not module._modules
+        part_of_line = library and users[-1:] == [True] and next(module.children(), None) is None
         stack.append(caller if part_of_line else paths.get(id(module), caller))
         users.append(not library)
         try:

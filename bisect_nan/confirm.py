@@ -5,6 +5,7 @@ Only births are neutralised, never links: replacing a link would heal its birth'
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -38,6 +39,15 @@ def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
     return torch.where(finite.mask(result), typical(tensor), result).clamp(-limit, limit).to(tensor.dtype)
 
 
+def _extreme(tensor: torch.Tensor, executed: Executed | None, number: int) -> torch.Tensor | float:
+    """The largest or the smallest finite element in the place of an infinity: every comparison and selection stays as it was."""
+    healthy = tensor[~finite.mask(tensor)]
+    if tensor.is_complex() or not healthy.numel():
+        return _typical(tensor, executed, number)
+    lowest, highest = healthy.aminmax()
+    return torch.nan_to_num(tensor, typical(tensor), float(highest), float(lowest))
+
+
 def _tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
     """The median, and all healthy elements brought far from the end of the range, as the neighbours of an overflow are close to it."""
     return tamed(neutralised(tensor, finite.mask(tensor)))
@@ -48,8 +58,17 @@ def _distinct(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor
     return distinct(tensor)
 
 
-NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, _distinct, lambda *_: 1.0, lambda *_: 0.0, _tame)
+NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, _distinct, _extreme, lambda *_: 1.0, lambda *_: 0.0, _tame)
 """Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""
+
+
+class Answer(enum.Enum):
+    """What became of the symptom in a run with interventions; the value is the sentence."""
+
+    GONE = "The symptom is gone."
+    STAYS = "The symptom is still there."
+    LEFT_CLEAN = "The recorded calls cannot follow the changed values, but where they stop nothing is bad that was bad before."
+    LEFT = "The recorded calls cannot follow the changed values (another expert is chosen, say), so nothing is known."
 
 
 class Interventions:
@@ -76,15 +95,31 @@ class Interventions:
 
         Remembers which neutral value did it; `still_heals` uses that one.
         """
+        answers: dict[Neutral, Answer] = {}
         for neutral in NEUTRALS:
-            if self._finite(births, neutral):
+            answers[neutral] = self._answer(births, neutral)
+            if answers[neutral] is Answer.GONE:
                 self._neutral = neutral
                 return True
-        return False
+        if Answer.STAYS in answers.values():
+            return False
+        left = [neutral for neutral, answer in answers.items() if answer is Answer.LEFT_CLEAN]
+        self._neutral = left[0] if left else NEUTRALS[0]
+        return bool(left)
 
     def still_heals(self, births: Sequence[Birth]) -> bool:
         """Whether a part of births that heal together is enough."""
-        return self._finite(births, self._neutral)
+        return self._answer(births, self._neutral) in (Answer.GONE, Answer.LEFT_CLEAN)
+
+    def differ(self, some: Sequence[Birth], others: Sequence[Birth]) -> bool:
+        """Whether the first target comes out differently when one or the other births are neutralised; both heal the symptom."""
+        results = []
+        for births in (some, others):
+            run = Run(self._stretch, self._checkpoints[0], self.edits(births), self.state(births))
+            self.runs += 1
+            run.advance(len(self._stretch))
+            results.append(run.env[self._targets[0]])
+        return not finite.same(*results)
 
     def reduce(self, births: Sequence[Birth]) -> list[Birth]:
         """Return a smallest part of `births` that heals already, given that all of them together do.
@@ -123,12 +158,8 @@ class Interventions:
                 _replace(changed[birth.value], birth.mask, neutral, None, birth.value)
         return changed
 
-    def _finite(self, births: Sequence[Birth], neutral: Neutral) -> bool:
-        """Run with births neutralised, from the latest checkpoint before the first of them, and look at the symptom.
-
-        Where the recorded calls cannot follow the changed values (another expert is chosen, say) the frontier reached so far
-        must be free of NaN.
-        """
+    def _answer(self, births: Sequence[Birth], neutral: Neutral) -> Answer:
+        """Run with births neutralised, from the latest checkpoint before the first of them, and look at the symptom."""
         places = [0 if b.placeholder is not None else self._stretch.cut_after(b.node) - 1 for b in births]
         checkpoint = [c for c in self._checkpoints if c.cut <= min(places)][-1]
         self.runs += 1
@@ -136,8 +167,18 @@ class Interventions:
         try:
             run.advance(len(self._stretch))
         except ReplayError:
-            return not finite.has(run.env.values(), NonFinite.NAN)
-        return not finite.probe(run.env[target] for target in self._targets)
+            return self._where_it_left(checkpoint, run)
+        bad = finite.probe(run.env[target] for target in self._targets)
+        return Answer.STAYS if bad else Answer.GONE
+
+    def _where_it_left(self, checkpoint: Checkpoint, run: Run) -> Answer:
+        """Compare the frontier at which a run left the recorded path with the same one without interventions."""
+        plain = Run(self._stretch, checkpoint)
+        plain.advance(run.cut)
+        for kinds in (NonFinite.NAN, NonFinite.ANY):
+            if finite.has(plain.env.values(), kinds):
+                return Answer.LEFT if finite.has(run.env.values(), kinds) else Answer.LEFT_CLEAN
+        return Answer.LEFT
 
 
 def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
@@ -163,6 +204,10 @@ def _own(executed: Executed, birth: Birth, bad: torch.Tensor) -> torch.Tensor:
 
 def _replace(tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, executed: Executed | None, number: int) -> None:
     """Write neutral values into the elements `mask` of a tensor, in place."""
+    if tensor.layout is not torch.strided:
+        values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+        values.masked_fill_(finite.mask(values), typical(tensor))
+        return
     mask = mask.to(tensor.device)
     value = neutral(tensor, executed, number)
     if neutral is _tame:

@@ -14,6 +14,7 @@ Every message has three parts: what was got, what was expected, what to do.
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,12 +68,24 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
     """A training step came out non-finite; the crash snapshot is already on disk when this is raised.
 
     Attributes:
-        path: The snapshot file, or None when it could not be written (the message says why).
+        path: The snapshot file, or None when there is none (the message says why).
         symptom: Where the failure shows.
     """
 
     def __init__(self, path: Path | None, symptom: Symptom, problem: str = "") -> None:
-        """Build the message from the symptom and the place of the file."""
+        """Build the message.
+
+        Args:
+            path: The snapshot file.
+            symptom: Where the failure shows.
+            problem: Why there is no file, or what is odd about it; empty when all is well.
+        """
         self.path, self.symptom = path, symptom
-        do = f"bisect-nan run {path}" if path else problem
-        super().__init__(symptom.describe(), do=do)
+        got = symptom.describe()
+        if path is None:
+            got += f"; no snapshot was written: {problem}"
+            do = "model, optimizer and batch are as before the step: give them to Snapshot.capture and locate the result"
+        else:
+            got += f" ({problem})" if problem else ""
+            do = f"bisect-nan run {shlex.quote(str(path))}"
+        super().__init__(got, "finite numbers", do)

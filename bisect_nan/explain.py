@@ -17,6 +17,7 @@ from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Samples
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.trace import Birth, Origin
+from bisect_nan.trend import within
 
 _TRANSPARENT = {
     *("view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose", "select", "slice", "index", "clone"),
@@ -44,6 +45,7 @@ class Examination:
             targets: The symptom's values.
         """
         assert snapshot.observed is not None
+        self._past = snapshot.history
         self._program, self._symptom = snapshot.program, snapshot.observed.symptom
         self._stretch, self._dependence, self._done, self._targets = stretch, dependence, done, targets
         self._samples = Samples(snapshot.program, stretch, done.checkpoints)
@@ -97,6 +99,7 @@ class Examination:
             intended=self._written(innocents),
             recompute=lambda dtype: _recompute(executed, dtype),
             ancestors=lambda name: tuple(self._ancestors(node, name)),
+            history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)
         op = str(origin.target) if node.source is None and node.forward is not None else str(node.target)
@@ -134,6 +137,15 @@ class Examination:
         seen: list[Executed] = []
         run.advance(place + 1, seen.append)
         return seen[0]
+
+    def _history(self, node: Node) -> tuple[Mapping[str, float], ...]:
+        """Return the numbers of the training up to a call; an update may have changed the parameters before it."""
+        if node.phase is not Phase.OPTIMIZER:
+            return self._past
+        place = self._stretch.cut_after(node.index) - 1
+        run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= place][-1])
+        run.advance(place)
+        return within(self._past, self._program, self._done.checkpoints[0].env, run.env)
 
     def _live(self, executed: Executed) -> Call:
         node = executed.node

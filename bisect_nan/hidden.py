@@ -103,7 +103,7 @@ class _Walk(Trail):
         self._healthy.add(birth.value, birth.mask)
 
     def _waiting(self) -> set[int]:
-        return self.marks.storages() | self._healthy.storages()
+        return self.marks.memories() | self._healthy.memories()
 
     def _ask(self, executed: Executed) -> None:
         super()._ask(executed)

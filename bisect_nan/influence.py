@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from bisect_nan import finite
+from bisect_nan.finite import NonFinite
 from bisect_nan.neutral import distinct, ordered
 from bisect_nan.program import Node, Ref
 from bisect_nan.replay import Env, Executed
@@ -81,7 +83,7 @@ def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
     A selection takes NaN for the highest value or for the lowest, so both are tried where there is any.
     """
     found: Env = {}
-    orders = (True, False) if any(bool(t.isnan().any()) for t in executed.inputs.values()) else (True,)
+    orders = (True, False) if finite.has(executed.inputs.values(), NonFinite.NAN) else (True,)
     for highest in orders:
         for n, m in _derivative(executed, number, mask, nan_highest=highest).items():
             found[n] = found[n] | m if n in found else m
@@ -89,7 +91,7 @@ def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
 
 
 def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool) -> Env:
-    inputs = {n: t for n, t in executed.inputs.items() if is_number(t)}
+    inputs = {n: t for n, t in executed.inputs.items() if is_number(t) and t.layout is torch.strided}
     leaves = {n: ordered(t, nan_highest=nan_highest).requires_grad_() for n, t in inputs.items()}
     try:
         with torch.enable_grad():
@@ -98,7 +100,8 @@ def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_high
                 return {}
             weights = mask * distinct(made)  # with equal ones a row of a softmax, whose sum is constant, would depend on nothing
             folded = (made * weights).sum()  # a scalar: seeds of another shape would make torch import all of sympy
-            gradients = torch.autograd.grad(folded.real if folded.is_complex() else folded, list(leaves.values()), allow_unused=True)
+            folded = folded.real + folded.imag if folded.is_complex() else folded
+            gradients = torch.autograd.grad(folded, list(leaves.values()), allow_unused=True)
     except (RuntimeError, NotImplementedError):
         return {}  # no derivative
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}

@@ -11,7 +11,7 @@ from bisect_nan import finite
 from bisect_nan.dependence import Dependence
 from bisect_nan.finding import Phase
 from bisect_nan.finite import NonFinite
-from bisect_nan.program import Program
+from bisect_nan.program import Placeholder, Program
 from bisect_nan.replay import Executed
 
 _LOGARITHMS = {"aten::log", "aten::log2", "aten::log10"}
@@ -23,6 +23,7 @@ class Intent:
     def __init__(self, program: Program, dependence: Dependence) -> None:
         """Remember which values depend on a parameter."""
         self._program, self._graph = program, dependence.graph
+        self._accepted: set[int] = set()
         self._parameters = {p.value for p in program.placeholders if p.phase is Phase.PARAMETER}
 
     def wrote(self, executed: Executed) -> bool:
@@ -35,6 +36,16 @@ class Intent:
         (source,) = executed.inputs.values()
         zero, one = source == 0, source == 1
         return bool((zero | one).all()) and bool(one.any()) and not self._learned(node.index)
+
+    def accept(self, value: int) -> None:
+        """Take the infinities of a placeholder for meant from now on: the step bears others of the same tensor."""
+        self._accepted.add(value)
+
+    def means(self, placeholder: Placeholder, tensor: torch.Tensor) -> bool:
+        """Whether bad elements that came from outside are meant: infinities of a mask, or among the numbers of a literal."""
+        if finite.kinds(tensor) & NonFinite.NAN:
+            return False
+        return placeholder.constant or placeholder.value in self._accepted or is_mask(tensor)
 
     def _learned(self, index: int) -> bool:
         calls = {index, *nx.ancestors(self._graph, index)}

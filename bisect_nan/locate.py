@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from bisect_nan import finite, search
-from bisect_nan.confirm import Interventions
+from bisect_nan.causes.optimizer import LEARNING_RATE_EXPLOSION
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
 from bisect_nan.explain import Examination
 from bisect_nan.finding import Finding, Innocent, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
-from bisect_nan.hidden import Census
-from bisect_nan.intent import Intent, is_mask
+from bisect_nan.inquest import Inquest, without
+from bisect_nan.intent import Intent
 from bisect_nan.program import Program
 from bisect_nan.replay import Checkpoint, Run, Stretch, own_generator
 from bisect_nan.reproduce import Pass, walk
@@ -36,9 +38,6 @@ Progress = Callable[[str, int, int], None]
 
 _ATTEMPTS = 3
 """Replays before a symptom that does not show again is called not reproduced."""
-
-_ROUNDS = 8
-"""Times that births which showed only after others were neutralised are collected."""
 
 
 def locate(snapshot: Snapshot, *, search: str = "bisect", progress: Progress | None = None, careful: bool = False) -> Finding:
@@ -81,6 +80,7 @@ class _Case:
         self.first = self.stretch.cut_after(self.dependence.finished(self.targets[:1]) - 1) if self.stretch.nodes else 0
         self.probes = self.executed = self.replays = 0
         self.cuts: list[tuple[int, str]] = []
+        self.suspects: list[Birth] = []
 
     def finding(self) -> Finding:
         if not self.targets:  # the recording came out clean, unlike the step that it repeats
@@ -88,12 +88,14 @@ class _Case:
         reproduced, verdict = self._reproduce()
         if reproduced is None:
             return self._answer(verdict, [], [], None)
-        births, innocents, passed = self._culprits(reproduced)
-        births = self._without_derivatives(self._roots(births, passed))
+        inquest = Inquest(self.stretch, reproduced, self.targets, self.intent, self.dependence)
+        births, innocents = self._culprits(reproduced, inquest)
+        births = inquest.one_each(inquest.roots(births))
+        self.replays += inquest.runs + inquest.court.runs
         self._stop("confirm")
         if not births:
             return self._answer(Verdict.INCONCLUSIVE, [], innocents, None)
-        return self._answer(Verdict.LOCATED, births, innocents, passed)
+        return self._answer(Verdict.LOCATED, births, innocents, reproduced)
 
     # --- 1. reproduce -----------------------------------------------------------------------------------------------------
 
@@ -117,41 +119,56 @@ class _Case:
 
     def _same(self, run: Run) -> bool:
         """Whether a run shows the recorded symptom: bit for bit where it was recorded, in the same elements elsewhere."""
-        replayed, recorded = run.env[self.targets[0]], self.observed.tensor
-        if not self.snapshot.differences():
-            return finite.same(replayed.cpu(), recorded.cpu())
+        replayed, recorded = run.env[self.targets[0]].cpu(), self.observed.tensor.cpu()
+        if finite.same(replayed, recorded):
+            return True
         kinds = (NonFinite.NAN, NonFinite.INF)
-        return replayed.shape == recorded.shape and all(
-            bool((finite.mask(replayed, kind).cpu() == finite.mask(recorded, kind).cpu()).all()) for kind in kinds
-        )
+        if replayed.shape != recorded.shape or any(
+            bool((finite.mask(replayed, kind) != finite.mask(recorded, kind)).any()) for kind in kinds
+        ):
+            return False
+        if self.snapshot.differences() or replayed.layout is not torch.strided:
+            return bool(self.snapshot.differences())
+        nan = finite.mask(recorded, NonFinite.NAN)  # its sign is lost where Python held the number, as `.item()` does
+        return finite.same(replayed.masked_fill(nan, 0), recorded.masked_fill(nan, 0))
 
     # --- 2. to 5. ---------------------------------------------------------------------------------------------------------
 
-    def _culprits(self, done: Pass) -> tuple[list[Birth], list[Birth], Pass]:
-        """Return the births that make the symptom, those that were acquitted, and the pass whose checkpoints reach the end."""
-        self.court = Interventions(self.stretch, done.checkpoints, self.targets)
+    def _culprits(self, done: Pass, inquest: Inquest) -> tuple[list[Birth], list[Birth]]:
+        """Return the births that make the symptom and those that were acquitted."""
         state = self._bad_state()
-        if state and self.court.heals(state):
-            guilty = self.court.reduce(state)
-            return guilty, _without(state, guilty), done
-        if not state:
-            found = self._search(done)
-            if found is not None:
-                return *found, done
-        return *self._collect(done, state), done
+        if state and inquest.court.heals(state):
+            guilty = inquest.narrowed(inquest.court.reduce(state))
+            borne = [birth for birth in guilty if self._bears(birth, inquest)]
+            if not borne:
+                return guilty, without(state, guilty)
+            for birth in borne:
+                self.intent.accept(birth.value)
+            found = inquest.collect()
+            return found if found[0] else (guilty, without(state, guilty))
+        found = None if state else self._search(done, inquest)
+        return inquest.collect() if found is None else found
 
     def _bad_state(self) -> list[Birth]:
-        """Return the inputs, parameters and buffers with bad elements; infinities that look like a mask are no fault."""
+        """Return the inputs, parameters and buffers with bad elements that are not meant."""
         births = []
         placeholders = {p.value: p for p in self.program.placeholders}
         if not finite.probe(self.start.env.values()):
             return []
         for value, tensor in self.start.env.items():
-            if finite.probe([tensor]) and not is_mask(tensor):
+            if finite.probe([tensor]) and not self.intent.means(placeholders[value], tensor):
                 births.append(Birth(-1, value, finite.mask(tensor), Origin.MADE, placeholders[value]))
         return births
 
-    def _search(self, done: Pass) -> tuple[list[Birth], list[Birth]] | None:
+    def _bears(self, birth: Birth, inquest: Inquest) -> bool:
+        """Whether the step takes in other infinities of the same tensor: then they are meant, and some call cannot bear all of them."""
+        tensor = self.start.env[birth.value]
+        bad = finite.mask(tensor)
+        if finite.has([tensor], NonFinite.NAN) or not (bad & ~birth.mask).any():
+            return False
+        return inquest.court.differ([birth], [replace(birth, mask=bad)])
+
+    def _search(self, done: Pass, inquest: Inquest) -> tuple[list[Birth], list[Birth]] | None:
         """Bisect for one birth and confirm it; None when it is not the whole answer."""
         nan = "nan" in self.observed.symptom.nonfinite
         kinds = NonFinite.NAN if nan else NonFinite.ANY
@@ -171,22 +188,15 @@ class _Case:
             if mask.any():
                 trail.explain(executed, number, mask)
         trail.follow(node)
-        guilty = self._judge(of(trail.births, Origin.MADE), of(trail.births, Origin.TURNED))
-        return None if guilty is None else (self._narrowed(guilty, done), _without(trail.births, guilty))
+        self.suspects = sorted(of(trail.births, Origin.MADE), key=lambda birth: birth.node)[:1]
+        guilty = inquest.judge(of(trail.births, Origin.MADE), of(trail.births, Origin.TURNED))
+        return None if guilty is None else (inquest.narrowed(guilty), without(trail.births, guilty))
 
-    def _narrowed(self, births: list[Birth], done: Pass) -> list[Birth]:
-        """Leave only those elements of the births that are on the way back from the symptom: one call can make harmless ones too."""
-        first = min(self.stretch.cut_after(birth.node) - 1 for birth in births if birth.node >= 0)
-        if all(int(birth.mask.sum()) == 1 for birth in births) or not self.stretch.is_small(first, len(self.stretch)):
-            return births
-        trail = Trail(self.stretch, done.checkpoints, self.intent)
-        done.run.advance(len(self.stretch))
-        for target in self.targets:
-            trail.marks.add(target, finite.mask(done.run.env[target]))
-        trail.follow(len(self.stretch), first)
-        found = {(birth.node, birth.value, birth.origin): birth.mask for birth in trail.births}
-        narrowed = [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
-        return narrowed if self.court.still_heals(narrowed) else births
+    def _runaway(self, done: Pass) -> bool:
+        """Whether the weights are so large that everything overflows: no change at one call heals that, and the trend confirms it."""
+        examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets)
+        causes = [culprit.cause for culprit in examination.culprits(self.suspects, [])]
+        return causes == [LEARNING_RATE_EXPLOSION.name]
 
     def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
         runner = _Runner(self.stretch, start, kinds)
@@ -198,62 +208,6 @@ class _Case:
         self.cuts += [(cut, words[answer]) for cut, answer in outcome.cuts]
         return outcome, runner.checkpoint
 
-    def _judge(self, *groups: Sequence[Birth]) -> list[Birth] | None:
-        """Let interventions decide which births make the symptom, bringing in one group after the other; None when none does."""
-        suspects: list[Birth] = []
-        for group in groups:
-            suspects = [*suspects, *group]
-            if group and self.court.heals(suspects):
-                return self.court.reduce(suspects)
-        return None
-
-    def _roots(self, births: list[Birth], done: Pass) -> list[Birth]:
-        """Put in the place of a birth whose healthy operands are what an infinity left behind the birth of that infinity."""
-        census, settled = Census(self.stretch, done.checkpoints, self.intent, self.dependence), False
-        while not settled:
-            settled = True
-            for birth in births:
-                behind = [other for other in census.behind(birth) if not _known(other, births)]
-                others = _without(births, [birth])
-                if behind and self.court.heals([*others, *behind]):
-                    births, settled = self.court.reduce([*others, *behind]), False
-                    break
-        return births
-
-    def _without_derivatives(self, births: Sequence[Birth]) -> list[Birth]:
-        """Leave out derivatives of a call that is blamed itself: a quotient by zero has a derivative by zero, which is one fault."""
-        blamed, kept = {birth.node for birth in births}, []
-        for birth in births:
-            forward = self.program.nodes[birth.node].forward if birth.node >= 0 else None
-            while forward is not None and forward not in blamed:
-                forward = self.program.nodes[forward].forward
-            if forward is None:
-                kept.append(birth)
-        return kept
-
-    def _collect(self, done: Pass, state: Sequence[Birth]) -> tuple[list[Birth], list[Birth]]:
-        """Follow the whole symptom back; where births show only after others are neutralised, go round again."""
-        known: list[Birth] = []
-        for _ in range(_ROUNDS):
-            edits, start = self.court.edits(known), self.court.state(known)
-            try:
-                passed = walk(self.stretch, self.start, len(self.stretch), edits=edits, state=start)
-            except ReplayError:
-                break
-            self.replays += 1
-            trail = Trail(self.stretch, passed.checkpoints, self.intent, edits)
-            for target in self.targets:
-                trail.marks.add(target, finite.mask(passed.run.env[target]))
-            trail.follow(len(self.stretch))
-            fresh = [birth for birth in trail.births if not _known(birth, known)]
-            if not fresh:
-                break
-            known += fresh
-            guilty = self._judge(of(known, Origin.MADE), of(known, Origin.TURNED), trail.admissions())
-            if guilty is not None:
-                return guilty, _without(known, guilty)
-        return [], known
-
     # --- the answer -------------------------------------------------------------------------------------------------------
 
     def _answer(self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None) -> Finding:
@@ -262,12 +216,11 @@ class _Case:
             culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(births, innocents)
             self._stop("explain")
         self.seconds["total"] = sum(self.seconds.values())
-        court = getattr(self, "court", None)
         cost = SearchCost(
             nodes=len(self.program.nodes),
             executed=self.executed,
             probes=self.probes,
-            replays=self.replays + (court.runs if court else 0),
+            replays=self.replays,
             replayed=self.stretch.executed - self.executed,
             seconds=self.seconds,
             cuts=tuple(self.cuts),
@@ -310,17 +263,6 @@ class _Runner:
         assert self._latest is not None
         assert self._latest.cut == cut
         self.checkpoint = self._latest.checkpoint()
-
-
-def _known(birth: Birth, known: Sequence[Birth]) -> bool:
-    return any(
-        other.node == birth.node and other.value == birth.value and other.origin is birth.origin and bool((other.mask >= birth.mask).all())
-        for other in known
-    )
-
-
-def _without(births: Sequence[Birth], guilty: Sequence[Birth]) -> list[Birth]:
-    return [birth for birth in births if all(birth is not other for other in guilty)]
 
 
 def _innocent(program: Program, birth: Birth) -> Innocent:

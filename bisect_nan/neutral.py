@@ -20,6 +20,7 @@ _SEED = 0
 
 def typical(tensor: torch.Tensor) -> float:
     """Return the median of the finite elements (of the real part, for complex ones), or 1 when there is none."""
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     real = tensor.real if tensor.is_complex() else tensor
     healthy = real[~finite.mask(tensor)].float()
     median = float(healthy.median()) if healthy.numel() else 1.0
@@ -35,7 +36,8 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 def ordered(tensor: torch.Tensor, *, nan_highest: bool = True) -> torch.Tensor:
     """Return distinct healthy values between 1/2 and 3/2, in double precision, in the same order as those of a tensor.
 
-    Selections (max, sort, median) pick among them what they picked before (those over large tensors do not). NaN counts as the highest value, or as the lowest.
+    Selections (max, sort, median) pick among them what they picked before (those over large tensors do not). NaN counts as the
+    highest value, or as the lowest.
     """
     if tensor.is_complex() or tensor.numel() > SMALL:
         return distinct(tensor).to(torch.complex128 if tensor.is_complex() else torch.float64)
@@ -47,8 +49,8 @@ def ordered(tensor: torch.Tensor, *, nan_highest: bool = True) -> torch.Tensor:
 
 
 def tamed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor clipped to the fourth root of its range, so that neither squares nor sums of it overflow."""
-    if tensor.is_complex():
+    """Return the tensor (a real dense one) clipped to the fourth root of its range, so that neither squares nor sums of it overflow."""
+    if tensor.is_complex() or tensor.layout is not torch.strided:
         return tensor
     limit = torch.finfo(tensor.dtype).max ** 0.25
     return tensor.clamp(-limit, limit)
@@ -56,6 +58,8 @@ def tamed(tensor: torch.Tensor) -> torch.Tensor:
 
 def neutralised(tensor: torch.Tensor, mask: torch.Tensor, value: float | torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy with the elements `mask` replaced by `value`, or by the median of the finite elements."""
+    if tensor.layout is not torch.strided:
+        return neutralised(tensor.to_dense(), mask, value).to_sparse(layout=tensor.layout)
     if value is None:
         value = typical(tensor)
     if not isinstance(value, torch.Tensor):

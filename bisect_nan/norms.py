@@ -39,7 +39,8 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
     if full:
         parts.append(torch.nn.utils.get_total_norm(full))
     home = parts[-1].device
-    return torch.linalg.vector_norm(torch.stack([part.to(home, torch.float64) for part in parts]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(home, torch.float64) for part in parts]))
+    return total
 
 
 def _carefully(group: list[torch.Tensor]) -> float:

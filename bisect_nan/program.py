@@ -178,6 +178,11 @@ class Program:
     nodes: Sequence[Node]
     targets: Targets
 
+    def memory(self, number: int) -> int:
+        """Return the number of the memory that a value lives in; one without a storage has a memory of its own, numbered below -1."""
+        storage = self.values[number].storage
+        return storage if storage != NO_STORAGE else NO_STORAGE - 1 - number
+
     def source(self, node: Node) -> SourceLine | None:
         """The line to look at: the node's own, or that of the forward node whose derivative it computes."""
         return self.origin(node).source

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
 from bisect_nan.errors import RecordingError
-from bisect_nan.finding import Phase
+from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
 from bisect_nan.program import Node, Program, Ref, Targets, tensors
@@ -33,14 +33,23 @@ _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _clock = time.perf_counter
 
 
-class Effects(NamedTuple):
-    """What a call did besides returning values: see `Node`; `autograd` is the autograd node that ran it."""
+class Call(NamedTuple):
+    """A call as it is written down while the step runs; see `Node`, which is made of it when time does not matter any more."""
 
-    written: tuple[int, ...] = ()
-    autograd: Any = None
-    cost: float = 0.0
-    random: bool = False
-    generator: torch.Tensor | None = None
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    written: tuple[int, ...]
+    phase: Phase
+    autograd: str | None
+    derived: int
+    module: str
+    source: SourceLine | None
+    cost: float
+    grad: bool
+    random: bool
+    generator: torch.Tensor | None
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotations
@@ -50,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         phase: FORWARD, BACKWARD or OPTIMIZER: in which part of the step the calls run; set by whoever runs it.
         modules: Paths of the running modules, the innermost last; set by whoever runs it.
         values: The tensors met so far.
-        nodes: The calls so far.
+        calls: The calls so far.
     """
 
     supports_higher_order_operators = True
@@ -61,12 +70,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
         self.values = Values()
-        self.nodes: list[Node] = []
+        self.calls: list[Call] = []
         self._traits: dict[Any, Traits] = {}
-        self._uninitialized = Uninitialized(self.values, self.nodes)
+        self._uninitialized = Uninitialized(self.values)
         self._by_sequence: dict[
             int, int
         ] = {}  # sequence number of an autograd node -> the call that it is the derivative of
+        self._known = self.values.known
         self._draws = Draws()
         self._lines = Lines()
 
@@ -104,18 +114,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
         if traits.random:
             self._draws.after(args, kwargs)
-        index, known = len(self.nodes), len(self.values.values)
-        outputs = (self.values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
-        if written or len(self.values.values) > known:
+        values, index = self.values, len(self.calls)
+        known = len(values.storages)
+        outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
+        if written or len(values.storages) > known:
             self._by_sequence.setdefault(sequence, index)
-            effects = Effects(written, autograd, cost, traits.random, state)
-            self._write_down(func, node_args, node_kwargs, outputs, effects)
+            self._write_down(func, node_args, node_kwargs, outputs, (written, autograd, cost, traits.random, state))
             if traits.uninitialized:
                 self._uninitialized.made(known, index)
-            if self.values.without_memory:
-                self.values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
+            if values.without_memory:
+                values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
         elif outputs and outputs[0] is not None and sequence not in self._by_sequence:
-            maker = self.values.makers[outputs[0]]
+            maker = values.makers[outputs[0]]
             self._by_sequence[sequence] = maker if maker >= 0 else self._forward_of(autograd)
         return result
 
@@ -125,33 +135,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: tuple[int | None, ...],
-        effects: Effects,
+        effects: tuple[tuple[int, ...], Any, float, bool, torch.Tensor | None] = ((), None, 0.0, False, None),
     ) -> None:
-        source, derived = self._lines.caller(), self._forward_of(effects.autograd)
+        written, autograd, cost, random, generator = effects
+        name = None if autograd is None else autograd.name()
+        derived, source = self._forward_of(autograd), self._lines.caller()
         module = self.modules[-1] if self.modules else ""
         if derived >= 0 and not module:
-            module = self.nodes[derived].module
-        values, written = self.values.values, effects.written
-        self.nodes.append(
-            Node(
-                index=len(self.nodes),
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                outputs=outputs,
-                writes=tuple({values[number].storage: None for number in written}) if written else (),
-                written=written,
-                phase=self.phase,
-                autograd=None if effects.autograd is None else effects.autograd.name(),
-                forward=derived if derived >= 0 and source is None else None,
-                module=module,
-                source=source,
-                cost=effects.cost,
-                grad=torch.is_grad_enabled(),
-                random=effects.random,
-                generator=effects.generator,
-            )
-        )
+            module = self.calls[derived].module
+        grad = torch.is_grad_enabled()
+        call = (target, args, kwargs, outputs, written, self.phase, name, derived, module, source, cost, grad, random, generator)
+        self.calls.append(Call(*call))
 
     def _forward_of(self, autograd: Any) -> int:
         """Return the index of the call that an autograd node is the derivative of; -1 when there is none."""
@@ -170,7 +164,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     def finish(self, targets: Targets) -> Program:
         """Return the program of everything recorded so far."""
-        return Program(tuple(self.values.values), tuple(self.values.placeholders), tuple(self.nodes), targets)
+        nodes = tuple([self._node(index, call) for index, call in enumerate(self.calls)])
+        return Program(self.values.all(), tuple(self.values.placeholders), nodes, targets)
+
+    def _node(self, index: int, call: Call) -> Node:
+        storages = self.values.storages
+        return Node(
+            index=index,
+            target=call.target,
+            args=call.args,
+            kwargs=call.kwargs,
+            outputs=call.outputs,
+            writes=tuple({storages[number]: None for number in call.written}),
+            written=call.written,
+            phase=call.phase,
+            autograd=call.autograd,
+            forward=call.derived if call.derived >= 0 and call.source is None else None,
+            module=call.module,
+            source=call.source,
+            cost=call.cost,
+            grad=call.grad,
+            random=call.random,
+            generator=call.generator,
+            memory=self._uninitialized.kept.get(index),
+        )
 
     # --- arguments and results --------------------------------------------------------------------------------------
 
@@ -179,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if kind in _PLAIN:
             return item
         if isinstance(item, _Tensor):
-            return self._reference(item)
+            return self._known.get(shown(item)) or self._reference(item)
         if kind is list or kind is tuple:
             return kind([self._argument(part) for part in item])
         if isinstance(item, torch.Generator):
@@ -198,14 +215,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     def _hidden_view(self, tensor: torch.Tensor, base: Ref) -> Ref:
         """Write down a view that was made where the dispatcher does not see it (a saved tensor's alias, `.data`)."""
-        whole = self.values.values[base.value]
+        whole = self.values.value(base.value)
         if whole.dtype != tensor.dtype or whole.conj or whole.neg or tensor.is_conj() or tensor.is_neg():
             got = f"a {tensor.dtype} view of {whole.dtype} memory that was made outside of the dispatcher"
             do = "make the view with tensor.view(dtype), torch.view_as_real or torch.view_as_complex"
             raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        number = self.values.result(tensor, len(self.nodes))
-        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,), Effects())
+        number = self.values.result(tensor, len(self.calls))
+        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,))
         return Ref(number)
 
     def _results(self, result: Any, index: int) -> tuple[int | None, ...]:
@@ -236,11 +253,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             got = f"the step makes a tensor grow from {size} to {storage.nbytes()} bytes in place"
             raise RecordingError(got, "resize_ of empty tensors only", "allocate it in its final size")
         self.values.renew(tensor)
-        index = len(self.nodes)
+        index = len(self.calls)
         number = self.values.result(tensor, index)
         options = {"dtype": tensor.dtype, "device": tensor.device}
         geometry = list(tensor.shape), list(tensor.stride())
-        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,), Effects())
+        self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,))
         self._uninitialized.made(number, index)
         return result
 

@@ -117,9 +117,8 @@ class Stretch:
             for value in [*node.inputs(), *(output for output in node.outputs if output is not None)]:
                 last_use[value] = place
             for output in node.outputs:
-                storage = program.values[output].storage if output is not None else NO_STORAGE
-                if storage != NO_STORAGE and storage not in changes:
-                    changes[storage] = [place]
+                if output is not None:
+                    changes.setdefault(program.memory(output), [place])
             for storage in node.writes:
                 changes.setdefault(storage, []).append(place)
         for placeholder in program.placeholders:
@@ -179,7 +178,7 @@ class Stretch:
     def fills(self, node: Node, number: int) -> bool:
         """Whether a call made or wrote the memory of a value of its own, rather than return a view of what others wrote."""
         place = self._place[node.index]
-        return self.changed(self.program.values[number].storage, place, place + 1)
+        return self.changed(self.program.memory(number), place, place + 1)
 
     def written_later(self, storage: int, cut: int) -> bool:
         """Whether a call behind the cut writes to a memory."""

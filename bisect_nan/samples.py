@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from bisect_nan import finite
+from bisect_nan.blame import responsible, split
 from bisect_nan.finding import Phase
 from bisect_nan.influence import depended_on
 from bisect_nan.program import Program
-from bisect_nan.replay import Checkpoint, Stretch
+from bisect_nan.replay import Checkpoint, Env, Executed, Stretch
 from bisect_nan.trace import Marks, execute
 
 
@@ -57,11 +59,22 @@ class Samples:
                         continue
                     wanted = marks.take(number)
                     if wanted is not None:
-                        for argument, needed in depended_on(executed, number, wanted.to(mask.device)).items():
+                        for argument, needed in _sources(executed, number, wanted.to(mask.device)).items():
                             marks.add(argument, needed)
             cut = checkpoint.cut
         found = [marks.take(value) for value in self._inputs]
         return tuple(sorted({row for rows in found if rows is not None for row in _rows(rows)}))
+
+
+def _sources(executed: Executed, number: int, mask: torch.Tensor) -> Env:
+    """Return the input elements that made the elements `mask` what they are: the bad ones where those are to blame, else all."""
+    bad = mask & finite.mask(executed.content[number])
+    inherited = split(executed, number, bad).inherited if bad.any() else bad
+    found = responsible(executed, number, inherited) if inherited.any() else {}
+    rest = mask & ~inherited
+    for argument, needed in (depended_on(executed, number, rest) if rest.any() else {}).items():
+        found[argument] = found[argument] | needed if argument in found else needed
+    return found
 
 
 def _rows(mask: torch.Tensor) -> tuple[int, ...]:

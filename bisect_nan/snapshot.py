@@ -36,7 +36,8 @@ class Snapshot:
         observed: What came out non-finite; None for a clean step.
         loss: The loss as recorded.
         environment: What the recording ran on.
-        history: Numbers of the steps before, the latest last: `step`, `loss`, `gradient_norm` ...
+        history: Numbers of the steps before, and of this one as far as it came, the latest last: `step`, `loss`,
+            `gradient_norm` and `parameter_norm`, both before the update.
         step_number: Number of the training step, where it is known.
         path: The file that it was loaded from, or None.
     """

@@ -15,12 +15,11 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.blame import responsible, split
-from bisect_nan.intent import Intent, is_mask
-from bisect_nan.program import NO_STORAGE, Placeholder, Program, Value
+from bisect_nan.finite import NonFinite
+from bisect_nan.influence import influence
+from bisect_nan.intent import Intent
+from bisect_nan.program import NO_STORAGE, Placeholder, Program
 from bisect_nan.replay import Checkpoint, Edit, Executed, Run, Stretch
-
-
-_SELECTIONS = {f"aten::{name}" for name in ("select", "slice", "index", "gather", "index_select", "masked_select", "take", "narrow", "embedding")}
 
 
 class Origin(enum.Enum):
@@ -61,53 +60,53 @@ class Marks:
     """Which elements of which memory are to be explained."""
 
     def __init__(self, program: Program) -> None:
-        """Measure each storage in units of its smallest element, so that complex and real views agree."""
-        self._values = program.values
+        """Measure each memory in units of its smallest element, so that complex and real views agree."""
+        self._program = program
         self._unit: dict[int, int] = {}
-        for value in program.values:
-            size = value.dtype.itemsize
-            self._unit[value.storage] = min(size, self._unit.get(value.storage, size))
+        for number, value in enumerate(program.values):
+            memory, size = program.memory(number), value.dtype.itemsize
+            self._unit[memory] = min(size, self._unit.get(memory, size))
         self._bits: dict[int, torch.Tensor] = {}
 
-    def storages(self) -> set[int]:
-        """Return the storages that hold something to be explained."""
+    def memories(self) -> set[int]:
+        """Return the memories that hold something to be explained."""
         return set(self._bits)
 
     def add(self, number: int, mask: torch.Tensor) -> None:
         """Mark elements of a value."""
-        value = self._values[number]
-        if value.storage == NO_STORAGE or not bool(mask.any()):
+        if not bool(mask.any()):
             return
-        units = self._units(value, mask.cpu())
-        bits = self._bits.get(value.storage)
+        memory, units = self._program.memory(number), self._units(number, mask.cpu())
+        bits = self._bits.get(memory)
         extent = int(units.max()) + 1
         if bits is None or bits.numel() < extent:
             grown = torch.zeros(extent, dtype=torch.bool)
             if bits is not None:
                 grown[: bits.numel()] = bits
-            bits = self._bits[value.storage] = grown
+            bits = self._bits[memory] = grown
         bits[units] = True
 
     def take(self, number: int) -> torch.Tensor | None:
         """Return the marked elements of a value and unmark them; None when there are none."""
-        value = self._values[number]
-        bits = self._bits.get(value.storage)
+        memory, shape = self._program.memory(number), self._program.values[number].shape
+        bits = self._bits.get(memory)
         if bits is None:
             return None
-        units = self._units(value, torch.ones(value.shape, dtype=torch.bool))
+        units = self._units(number, torch.ones(shape, dtype=torch.bool))
         found = torch.zeros(units.shape, dtype=torch.bool)
         inside = units < bits.numel()
         found[inside] = bits[units[inside]]
         bits[units[inside]] = False
         if not bool(bits.any()):
-            del self._bits[value.storage]
-        return found.any(-1).reshape(value.shape) if bool(found.any()) else None
+            del self._bits[memory]
+        return found.any(-1).reshape(shape) if bool(found.any()) else None
 
-    def _units(self, value: Value, mask: torch.Tensor) -> torch.Tensor:
+    def _units(self, number: int, mask: torch.Tensor) -> torch.Tensor:
         """The places in memory of the elements `mask`: one row per element, one column per unit; views may overlap themselves."""
-        factor = value.dtype.itemsize // self._unit.get(value.storage, 1)
-        stride = torch.tensor(value.stride, dtype=torch.int64)
-        elements = (mask.nonzero() * stride).sum(-1) + value.offset
+        value = self._program.values[number]
+        factor = value.dtype.itemsize // self._unit[self._program.memory(number)]
+        stride = value.stride if value.storage != NO_STORAGE else torch.empty(value.shape, device="meta").stride()
+        elements = (mask.nonzero() * torch.tensor(stride, dtype=torch.int64)).sum(-1) + value.offset
         return elements[:, None] * factor + torch.arange(factor)
 
 
@@ -154,19 +153,19 @@ class Trail:
             value = placeholder.value
             mask = self.marks.take(value) if value in start else None
             if mask is not None:
-                origin = Origin.WRITTEN if is_mask(start[value]) else Origin.MADE
+                origin = Origin.WRITTEN if self._intent.means(placeholder, start[value]) else Origin.MADE
                 self.births.append(Birth(-1, value, mask, origin, placeholder))
 
     def explain(self, executed: Executed, number: int, mask: torch.Tensor) -> None:
         """Sort the bad elements `mask` of a value that the call made: births are noted, the inputs of links marked."""
         parts, node = split(executed, number, mask), executed.node
-        if parts.born.any():
-            origin = Origin.WRITTEN if self._intent.wrote(executed) else Origin.MADE
-            self.births.append(Birth(node.index, number, parts.born, origin))
-        if parts.converted.any():
-            self.births.append(Birth(node.index, number, parts.converted, Origin.TURNED))
+        written = torch.zeros_like(mask)
+        if parts.born.any() and self._intent.wrote(executed):
+            written = parts.born & finite.mask(executed.content[number], NonFinite.INF)
+        found = {Origin.WRITTEN: written, Origin.MADE: parts.born & ~written, Origin.TURNED: parts.converted}
+        self.births += [Birth(node.index, number, marked, origin) for origin, marked in found.items() if marked.any()]
         if parts.inherited.any():
-            if _reduces(executed, number):
+            if _folds(executed, number, parts.inherited):
                 self._reductions.append(Birth(node.index, number, parts.inherited, Origin.ADMITTED))
             for argument, marked in responsible(executed, number, parts.inherited).items():
                 self.marks.add(argument, marked)
@@ -178,8 +177,8 @@ class Trail:
         return self._reductions[-1:]
 
     def _waiting(self) -> set[int]:
-        """The storages that hold something to be explained."""
-        return self.marks.storages()
+        """The memories that hold something to be explained."""
+        return self.marks.memories()
 
     def _ask(self, executed: Executed) -> None:
         for number, made in executed.content.items():
@@ -191,12 +190,13 @@ class Trail:
                 self.explain(executed, number, mask)
 
 
-def _reduces(executed: Executed, number: int) -> bool:
-    """Whether a call folds many elements into fewer (and does not merely pick some)."""
-    if executed.node.target._schema.name in _SELECTIONS:  # noqa: SLF001  (FunctionSchema has no public accessor)
-        return False
+def _folds(executed: Executed, number: int, mask: torch.Tensor) -> bool:
+    """Whether the elements `mask` of a result are each computed from many elements, rather than picked among them."""
     sizes = [tensor.numel() for tensor in executed.inputs.values() if tensor.is_floating_point()]
-    return executed.content[number].numel() < max(sizes, default=0)
+    if executed.content[number].numel() >= max(sizes, default=0):
+        return False
+    needed = influence(executed, number, mask)
+    return sum(int(part.sum()) for part in needed.values()) > int(mask.sum())
 
 
 def execute(stretch: Stretch, checkpoint: Checkpoint, cut: int, edits: Mapping[int, Edit] | None = None) -> list[Executed]:

@@ -47,7 +47,7 @@ class Values:
 
     Attributes:
         known: Reference to every tensor that has a number, by what it shows (`shown`).
-        values: The values, by number.
+        storages: Number of the storage of every value; NO_STORAGE for those without.
         makers: Index of the call that made each value; -1 for placeholders.
         placeholders: The values from outside.
         tensors: The placeholders' tensors, by value number.
@@ -59,10 +59,11 @@ class Values:
     def __init__(self) -> None:
         """Start without any."""
         self.known: dict[Hashable, Ref] = {}
-        self.values: list[Value] = []
+        self.storages: list[int] = []
         self.makers: list[int] = []
         self.placeholders: list[Placeholder] = []
         self.tensors: dict[int, torch.Tensor] = {}
+        self._facts: list[Value | tuple[Any, torch.device]] = []  # turned into a `Value` once the step is over
         self._names: dict[Hashable, tuple[Phase, str]] = {}
         self._memories: dict[int, Memory] = {}
         self._numbered: list[Memory] = []
@@ -71,11 +72,7 @@ class Values:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the leaves, at first
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
-        """Say what a tensor from outside is called; of several names for the same the first wins.
-
-        Raises:
-            RecordingError: The tensor has no storage that a program could refer to.
-        """
+        """Say what a tensor from outside is called; of several names for the same the first wins."""
         key = shown(tensor)
         self._names.setdefault(key, (phase, name))
         if isinstance(key, tuple):
@@ -96,23 +93,35 @@ class Values:
 
     def _add(self, tensor: torch.Tensor, key: Hashable, maker: int) -> Ref:
         """Give a number to a tensor that has none yet."""
-        number = len(self.values)
+        number = len(self.storages)
         if isinstance(key, tuple):
-            address, offset, shape, stride, dtype, flags = key
-            memory = self._memories.get(address) or self._remember(tensor, address)
+            memory = self._memories.get(key[0]) or self._remember(tensor, key[0])
             if memory.base < 0:
                 memory.base = number
             if tensor.is_quantized:
                 raise _unsupported("a quantised tensor")
-            conj, neg = flags & _CONJUGATED > 0, flags & _NEGATED > 0
-            value = Value(memory.number, dtype, tuple(shape), stride, offset, tensor.device, conj, neg)
+            self.storages.append(memory.number)
+            self._facts.append((key, tensor.device))
         else:
             self.without_memory.append(tensor)
-            value = Value(NO_STORAGE, tensor.dtype, tuple(tensor.shape), (), 0, tensor.device)
-        self.values.append(value)
+            self.storages.append(NO_STORAGE)
+            self._facts.append(Value(NO_STORAGE, tensor.dtype, tuple(tensor.shape), (), 0, tensor.device))
         self.makers.append(maker)
         ref = self.known[key] = Ref(number)
         return ref
+
+    def value(self, number: int) -> Value:
+        """Return what the program says of a value."""
+        facts = self._facts[number]
+        if isinstance(facts, Value):
+            return facts
+        (_, offset, shape, stride, dtype, flags), device = facts
+        conj, neg = flags & _CONJUGATED > 0, flags & _NEGATED > 0
+        return Value(self.storages[number], dtype, tuple(shape), stride, offset, device, conj, neg)
+
+    def all(self) -> tuple[Value, ...]:
+        """Return what the program says of all values, by number."""
+        return tuple([self.value(number) for number in range(len(self.storages))])
 
     def hidden(self, tensor: torch.Tensor) -> Ref | None:
         """Return a value with the same memory, when this new tensor is a view that no recorded call made; else None.
@@ -171,7 +180,7 @@ class Values:
         Raises:
             RecordingError: The memory is that of a sparse tensor.
         """
-        storage = self.values[number].storage
+        storage = self.storages[number]
         if storage == NO_STORAGE or self._numbered[storage].sparse:
             raise _unsupported("an in-place change of a sparse tensor")
         memory = self._numbered[storage]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 LAYERS = {
-    "What can go wrong, and what is found": "errors finite finding strict_json",
+    "What can go wrong, and what is found": "errors finite norms finding strict_json",
     "Search": "search",
     "A recorded step": "program traits generators binding lines values uninitialized",
     "Recording": "recorder state capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     "Running a step again": "dependence replay neutral influence intent blame reproduce",
-    "Who is to blame": "trace hidden confirm samples",
+    "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
         "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
         " causes.domain causes.division causes.infinities causes.reductions causes.ranges causes.masking causes.derivatives"
         " causes.degenerate causes.unclassified causes"
     ),
     "The answer": "explain locate",
-    "The training loop": "modes norms guard",
+    "The training loop": "modes training incident guard",
     "Reports": "reports.words reports.terminal reports",
     "The command line": "child user_code tensors targets worker crash inspection meter cli",
 }

@@ -155,4 +155,5 @@ def test_made_parts(part: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--refresh-golden"):
         README.write_text(text[: marker.start(2)] + f"{made}\n" + text[marker.end(2) :], encoding="utf-8")
         return
-    assert COST.sub(r"of \1", marker[2]) == COST.sub(r"of \1", f"{made}\n")
+    refresh = "pytest tests/test_readme.py --refresh-golden writes it anew"
+    assert COST.sub(r"of \1", marker[2]) == COST.sub(r"of \1", f"{made}\n"), refresh

@@ -165,7 +165,9 @@ def test_a_visit_sees_every_call_and_keeps_what_it_saw() -> None:
     run = Run(stretch, stretch.start(recording.tensors))
     run.advance(len(stretch), lambda call: seen.append((call, {n: t.clone() for n, t in call.content.items()})))
     assert [call.node.index for call, _ in seen] == [node.index for node in stretch.nodes]
-    assert all(same(call.content[number], tensor) for call, kept in seen for number, tensor in kept.items())
+    pairs = [(call.node.index, call.content[number], tensor) for call, kept in seen for number, tensor in kept.items()]
+    changed = [(index, now, then) for index, now, then in pairs if not same(now, then)]
+    assert not changed
 
 
 @pytest.mark.parametrize("name", ["explicit_generators", "reseeding", "lstm_with_dropout"])

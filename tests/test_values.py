@@ -42,7 +42,7 @@ def test_tensors_without_memory_are_known_by_identity() -> None:
     assert shown(sparse) != shown(sparse.detach())
     values = Values()
     number = values.placeholder(sparse, None).value
-    assert values.values[number].storage == NO_STORAGE
+    assert values.storages[number] == NO_STORAGE
     assert shown(torch._efficientzerotensor(3)) != shown(torch._efficientzerotensor(3))
 
 
@@ -65,7 +65,7 @@ def test_dead_memory_is_not_mistaken_for_living() -> None:
     values = Values()
     numbers = [values.result(torch.zeros(8), 0) for _ in range(50)]
     assert len(set(numbers)) == 50
-    assert len({values.values[number].storage for number in numbers}) == 50
+    assert len({values.storages[number] for number in numbers}) == 50
 
 
 def test_names_hold_for_the_exact_tensor_then_for_its_memory() -> None:
@@ -132,4 +132,4 @@ def test_zero_sized_tensors_have_storages_of_their_own() -> None:
     """Two empty tensors are two values, though neither has an address in memory."""
     values = Values()
     numbers = [values.result(torch.empty(0), 0) for _ in range(3)]
-    assert len({values.values[number].storage for number in numbers}) == 3
+    assert len({values.storages[number] for number in numbers}) == 3

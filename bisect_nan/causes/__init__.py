@@ -31,6 +31,8 @@ CAUSES: tuple[Cause, ...] = (
     optimizer.LEARNING_RATE_NONFINITE,
     optimizer.OPTIMIZER_EPS_UNDERFLOW,
     masking.SOFTMAX_ALL_MASKED,
+    # Overflows of all kinds are only where it shows when the weights have grown without limit.
+    optimizer.LEARNING_RATE_EXPLOSION,
     # Half precision before all that looks at operands only: the remedy (another type) is the same whatever the op.
     ranges.FP16_OVERFLOW,
     ranges.GRAD_OVERFLOW_FP16,

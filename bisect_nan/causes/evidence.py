@@ -68,6 +68,8 @@ class Evidence:
             where no such kernel exists.
         ancestors: Base names of the ops met on the way back from an argument (by schema name), the nearest first, through
             data movement, scaling and roots: what the operand *is* (a deviation, a norm, a count).
+        history: Numbers of the training, the latest last, as far as they are known: `step`, `loss`, `gradient_norm`,
+            `parameter_norm`. The last one belongs to the step of the call.
     """
 
     call: Call
@@ -78,6 +80,7 @@ class Evidence:
     intended: tuple[SourceLine, ...]
     recompute: Callable[[torch.dtype], tuple[torch.Tensor | None, ...] | None]
     ancestors: Callable[[str], tuple[str, ...]]
+    history: tuple[Mapping[str, float], ...] = ()
 
     @property
     def op(self) -> str:

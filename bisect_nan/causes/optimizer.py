@@ -1,19 +1,28 @@
-"""Faults of the update: gradients are finite, and the parameters are not any more."""
+"""Faults of the update: gradients are finite, and the parameters are not any more, or so large that the next step overflows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.operands import HALVES, enough, ops, quotient, where
+from bisect_nan.causes.healing import overflowed
+from bisect_nan.causes.operands import HALVES, base_op, enough, finite_inputs, ops, quotient, result, show, where
 from bisect_nan.finding import Phase
 
 _ROOT_AND_EPS = ops("add sqrt _foreach_add _foreach_sqrt")
+_GROWING = ops(
+    "exp exp2 expm1 sinh cosh add sub rsub mul addcmul square sum mean prod mm bmm addmm baddbmm mv addmv dot linear convolution"
+)
+"""What makes an infinity of finite numbers only because they are too large."""
+
+_WEIGHTS_GREW, _LOSS_GREW = 5.0, 100.0
+"""How many times the median of those before it the last number must be."""
 
 
 def _bad_hyperparameters(evidence: Evidence) -> Iterator[str]:
@@ -52,6 +61,42 @@ def _epsilon_is_lost(evidence: Evidence) -> Match | None:
     return Match(
         0.95, notes, "give the optimizer an eps that the type can hold, such as 1e-4, or keep float32 master weights"
     )
+
+
+def _weights_exploded(evidence: Evidence) -> Match | None:
+    if not _overflows(evidence):
+        return None
+    notes = [_growth(evidence, "parameter_norm", "norm of all parameters", _WEIGHTS_GREW)]
+    if notes[0] is None:  # a loss alone may jump with one odd batch
+        notes = [
+            _growth(evidence, "loss", "loss", _LOSS_GREW),
+            _growth(evidence, "gradient_norm", "norm of the gradients", _LOSS_GREW),
+        ]
+    found = tuple(note for note in notes if note is not None)
+    return Match(0.9, found) if len(found) == len(notes) else None
+
+
+def _overflows(evidence: Evidence) -> bool:
+    """Whether the blamed elements are beyond the range of their type, and nothing else is wrong with the operands."""
+    wider = torch.float32 if evidence.result.dtype in HALVES else torch.float64
+    if overflowed(evidence, wider):
+        return True
+    return base_op(evidence.call) in _GROWING and enough(result(evidence).isinf()) and finite_inputs(evidence)
+
+
+def _growth(evidence: Evidence, key: str, name: str, factor: float) -> str | None:
+    """Say that a number has grown by a factor since the steps before, and is still growing; None when it has not."""
+    numbers = [abs(entry[key]) for entry in evidence.history if key in entry]
+    if len(numbers) < 2 or numbers[-1] < numbers[-2]:  # noqa: PLR2004  (one number is no trend)
+        return None
+    usual = statistics.median(numbers[:-1])
+    if numbers[-1] < factor * max(usual, 1.0):  # what starts at 0 has to grow
+        return None
+    return f"the {name} was {show(usual)} and went on as {_series(numbers[-4:])}"
+
+
+def _series(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers)
 
 
 _RATE_EXAMPLE = """\
@@ -128,4 +173,48 @@ one that is 0 gives 0 / 0 = nan. Loss and gradients look normal; the parameters 
     near_miss=_EPSILON_NEAR_MISS,
     help="use an eps that the parameter's type can hold (1e-4 in float16), or keep float32 master weights",
     references=("pytorch/pytorch#8860", "afiaka87/glide-finetune#5"),
+)
+
+_EXPLOSION_EXAMPLE = """\
+import torch
+
+def fails():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=10.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()  # the gradient is 2 w, so w becomes w - 20 w = -19 w
+        optimizer.step()
+    return loss
+"""
+
+_EXPLOSION_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        optimizer.step()
+    return loss
+"""
+
+LEARNING_RATE_EXPLOSION = Cause(
+    name="learning_rate_explosion",
+    summary="the weights had grown from step to step until `{op}` overflowed",
+    matches=_weights_exploded,
+    explanation="""\
+Every update overshoots: the step is longer than the valley is wide, so the next gradient is larger, and so is the next
+step. Weights and loss grow by a factor per update, until some operation that has nothing wrong with it leaves the
+range of its type: an exponential, a square, or the update itself. Where it does so says little; the trend of the steps
+before says it all. A learning rate that is too high does this, a warm-up that never ends, weight decay times learning
+rate beyond 2, gradients of a sum over time steps where a mean was meant, a second-order method without line search.""",
+    example=_EXPLOSION_EXAMPLE,
+    near_miss=_EXPLOSION_NEAR_MISS,
+    help="lower the learning rate or warm it up, and clip the norm of the gradients before the update",
+    references=("pytorch/pytorch#5953", "YunYang1994/TensorFlow2.0-Examples#8", "rtqichen/torchdiffeq#58"),
 )

@@ -1,0 +1,135 @@
+"""From a symptom to the births that make it: collects suspects and lets interventions decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bisect_nan import finite
+from bisect_nan.confirm import Interventions
+from bisect_nan.dependence import Dependence
+from bisect_nan.errors import ReplayError
+from bisect_nan.hidden import Census
+from bisect_nan.intent import Intent
+from bisect_nan.replay import Stretch
+from bisect_nan.reproduce import Pass, walk
+from bisect_nan.trace import Birth, Origin, Trail, of
+
+_ROUNDS = 8
+"""Times that births which showed only after others were neutralised are collected."""
+
+
+class Inquest:
+    """Decides who makes one symptom.
+
+    Attributes:
+        court: The interventions.
+        runs: Runs made so far, the interventions left out.
+    """
+
+    def __init__(self, stretch: Stretch, done: Pass, targets: Sequence[int], intent: Intent, dependence: Dependence) -> None:
+        """Prepare.
+
+        Args:
+            stretch: The calls that the symptom needs.
+            done: The pass that showed the symptom.
+            targets: Value numbers of the symptom.
+            intent: Tells the infinities that were written on purpose.
+            dependence: Of the whole program.
+        """
+        self._stretch, self._done, self._targets, self._intent, self._dependence = stretch, done, targets, intent, dependence
+        self.court = Interventions(stretch, done.checkpoints, targets)
+        self.runs = 0
+
+    def judge(self, *groups: Sequence[Birth]) -> list[Birth] | None:
+        """Let interventions decide which births make the symptom, bringing in one group after the other; None when none does."""
+        suspects: list[Birth] = []
+        for group in groups:
+            suspects = [*suspects, *group]
+            if group and self.court.heals(suspects):
+                return self.court.reduce(suspects)
+        return None
+
+    def collect(self) -> tuple[list[Birth], list[Birth]]:
+        """Follow the whole symptom back and return who makes it and who was acquitted.
+
+        Where births show only after others were neutralised, go round again. Infinities that the program wrote are left as they
+        are until nothing else is to be found: that one of them reaches the symptom is then the fault itself.
+        """
+        known: list[Birth] = []
+        for _ in range(_ROUNDS):
+            suspects = [birth for birth in known if birth.origin is not Origin.WRITTEN]
+            edits, state = self.court.edits(suspects), self.court.state(suspects)
+            try:
+                passed = walk(self._stretch, self._done.checkpoints[0], len(self._stretch), edits=edits, state=state)
+            except ReplayError:
+                break
+            self.runs += 1
+            trail = Trail(self._stretch, passed.checkpoints, self._intent, edits)
+            for target in self._targets:
+                trail.marks.add(target, finite.mask(passed.run.env[target]))
+            trail.follow(len(self._stretch))
+            fresh = [birth for birth in [*trail.births, *trail.admissions()] if not is_known(birth, known)]
+            known += fresh
+            groups = [of(known, Origin.MADE), of(known, Origin.TURNED), of(known, Origin.ADMITTED)]
+            guilty = self.judge(*groups, *([] if fresh else [of(known, Origin.WRITTEN)]))
+            if guilty is not None:
+                return guilty, without(known, guilty)
+            if not fresh:
+                break
+        return [], known
+
+    def narrowed(self, births: list[Birth]) -> list[Birth]:
+        """Leave only those elements of the births that are on the way back from the symptom: one call can make harmless ones too."""
+        stretch, done = self._stretch, self._done
+        first = min(stretch.cut_after(birth.node) - 1 if birth.node >= 0 else 0 for birth in births)
+        if all(int(birth.mask.sum()) == 1 for birth in births) or not stretch.is_small(first, len(stretch)):
+            return births
+        trail = Trail(stretch, done.checkpoints, self._intent)
+        done.run.advance(len(stretch))
+        for target in self._targets:
+            trail.marks.add(target, finite.mask(done.run.env[target]))
+        trail.follow(len(stretch), first)
+        found = {(birth.node, birth.value, birth.origin): birth.mask for birth in trail.births}
+        kept = [replace(birth, mask=birth.mask & found.get((birth.node, birth.value, birth.origin), birth.mask)) for birth in births]
+        return kept if self.court.still_heals(kept) else births
+
+    def roots(self, births: list[Birth]) -> list[Birth]:
+        """Put in the place of a birth whose healthy operands are what an infinity left behind the birth of that infinity."""
+        census, settled = Census(self._stretch, self._done.checkpoints, self._intent, self._dependence), False
+        while not settled:
+            settled = True
+            for birth in births:
+                behind = [other for other in census.behind(birth) if not is_known(other, births)]
+                others = without(births, [birth])
+                if behind and self.court.heals([*others, *behind]):
+                    births, settled = self.court.reduce([*others, *behind]), False
+                    break
+        return births
+
+    def one_each(self, births: Sequence[Birth]) -> list[Birth]:
+        """Leave one birth of each fault: a quotient by zero has a derivative by zero, and that derivative has several parts."""
+        nodes, blamed = self._stretch.program.nodes, {birth.node for birth in births}
+        kept: list[Birth] = []
+        standing: dict[object, int] = {}  # a fault -> the call that stands for it
+        for birth in sorted(births, key=lambda birth: birth.node):
+            forward = nodes[birth.node].forward if birth.node >= 0 else None
+            fault = birth.node if forward is None else (forward, nodes[birth.node].autograd)
+            while forward is not None and forward not in blamed:
+                forward = nodes[forward].forward
+            if forward is None and standing.setdefault(fault, birth.node) == birth.node:
+                kept.append(birth)
+        return kept
+
+
+def is_known(birth: Birth, known: Sequence[Birth]) -> bool:
+    """Whether one of the births covers this one."""
+    return any(
+        other.node == birth.node and other.value == birth.value and other.origin is birth.origin and bool((other.mask >= birth.mask).all())
+        for other in known
+    )
+
+
+def without(births: Sequence[Birth], others: Sequence[Birth]) -> list[Birth]:
+    """Return the births that are not among the others."""
+    return [birth for birth in births if all(birth is not other for other in others)]
