@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, Symptom
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
+from bisect_nan.setting import eager, module_paths, old_objects_left_alone
 from bisect_nan.state import Surroundings, named_parameters, optimizer_tensors
 
 Step = Callable[[Any, Any], Any]
@@ -77,7 +76,7 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Reco
         leaves = _gradient_leaves(model, batch)
         for leaf in leaves.values():
             leaf.grad = None
-        with _eager(), _module_paths(model, recorder.modules):
+        with eager(), old_objects_left_alone(), module_paths(model, recorder.modules):
             return _run(recorder, model, functools.partial(step, model, batch), leaves, backward=backward)
     finally:
         recorder.restore()
@@ -109,7 +108,7 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
             recorder.values.name(tensor, Phase.OPTIMIZER, name)
         before = _nonfinite(dict(optimizer_tensors(optimizer)))
         recorder.phase = Phase.OPTIMIZER
-        with _eager(), _module_paths(model, recorder.modules), recorder:
+        with eager(), old_objects_left_alone(), module_paths(model, recorder.modules), recorder:
             optimizer.step(*args, **kwargs)
         values = recorder.values
         parameters, buffers = _written(recorder, parameters), _written(recorder, buffers)
@@ -248,64 +247,3 @@ def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a batch with their path: `batch['labels']['depth']`."""
     paths, _ = pytree.tree_flatten_with_path(batch)
     return ((f"batch{pytree.keystr(path)}", leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor))
-
-
-@contextlib.contextmanager
-def _module_paths(model: Any, stack: list[str]) -> Iterator[None]:
-    """Keep the path of the running module on top of `stack`.
-
-    A layer of torch without parts of its own that a module of the user's calls belongs to the calling line, and so to its module.
-
-    `nn.Module.__call__` is replaced meanwhile, as `torch.fx.Tracer` does it: hooks would keep modules from their fast paths.
-    """
-    paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
-    users: list[bool] = []  # whether each running module is the user's own class
-    plain = nn.Module.__call__
-
-    @functools.wraps(plain)
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        caller, library = stack[-1] if stack else "", type(module).__module__.startswith("torch.")
-        part_of_line = library and users[-1:] == [True] and next(module.children(), None) is None
-        stack.append(caller if part_of_line else paths.get(id(module), caller))
-        users.append(not library)
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            stack.pop()
-            users.pop()
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled models, and the branches of `torch.cond`, eagerly: every call can be seen then, in forward and backward."""
-    cond, compiler, key = torch.ops.higher_order.cond, torch.compile, torch._C.DispatchKey.Autograd
-    # torch 2.13: under "force_eager", cond's own autograd kernel takes branches that return one tensor for tuples, and fails.
-    kernel = cond.py_kernels[key]
-    cond.py_kernels[key] = _branch
-    cond._dispatch_cache.clear()
-    torch.compile = _uncompiled
-    # Dynamo takes a second to import, and nothing can have been compiled without it.
-    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-    try:
-        with stance:
-            yield
-    finally:
-        torch.compile = compiler
-        cond.py_kernels[key] = kernel
-        cond._dispatch_cache.clear()
-
-
-def _branch(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Stand in for the autograd kernel of `torch.cond`: run the branch under autograd, as Python's `if` would."""
-    return (if_true if bool(predicate) else if_false)(*operands)
-
-
-def _uncompiled(model: Any = None, **options: Any) -> Any:
-    """Stand in for `torch.compile`: return what was to be compiled."""
-    return model if model is not None else functools.partial(_uncompiled, **options)

@@ -89,12 +89,13 @@ class Environment:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         here = type(self).here()
         with contextlib.ExitStack() as undo:
-            undo.callback(torch.use_deterministic_algorithms, here.deterministic, warn_only=warn_only)
             undo.callback(torch.set_default_dtype, torch.get_default_dtype())
             undo.callback(torch.set_float32_matmul_precision, here.matmul_precision)
             undo.callback(torch.set_flush_denormal, here.flush_denormal)
             undo.callback(torch.set_num_threads, here.threads)
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=warn_only)
+            if self.deterministic != here.deterministic:  # the call imports Inductor, which takes a second
+                undo.callback(torch.use_deterministic_algorithms, here.deterministic, warn_only=warn_only)
+                torch.use_deterministic_algorithms(self.deterministic, warn_only=warn_only)
             torch.set_default_dtype(getattr(torch, self.default_dtype))
             torch.set_float32_matmul_precision(self.matmul_precision)
             torch.set_flush_denormal(self.flush_denormal)

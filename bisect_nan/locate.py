@@ -146,8 +146,10 @@ class _Case:
                 self.intent.accept(birth.value)
             found = inquest.collect()
             return found if found[0] else (guilty, without(state, guilty))
-        found = None if state else self._search(done, inquest)
-        return inquest.collect() if found is None else found
+        searched = None if state else self._search(done, inquest)
+        if searched is None and self._runaway(done):
+            return self.suspects, []
+        return inquest.collect() if searched is None else searched
 
     def _bad_state(self) -> list[Birth]:
         """Return the inputs, parameters and buffers with bad elements that are not meant."""

@@ -19,7 +19,7 @@ from bisect_nan.lines import Lines
 from bisect_nan.program import Node, Program, Ref, Targets, tensors
 from bisect_nan.traits import Traits
 from bisect_nan.uninitialized import Uninitialized
-from bisect_nan.values import Values, shown
+from bisect_nan.values import Values
 
 _Tensor = torch.Tensor
 _PLAIN = frozenset(
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._by_sequence: dict[
             int, int
         ] = {}  # sequence number of an autograd node -> the call that it is the derivative of
-        self._known = self.values.known
+        self._known, self._shown = self.values.known, self.values.shown
         self._draws = Draws()
         self._lines = Lines()
 
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         return self._move(func, args, kwargs) if traits.moves else self._run(func, traits, args, kwargs)
 
     def _run(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        node_args = tuple([self._argument(item) for item in args])
+        node_args = tuple([item if type(item) in _PLAIN else self._argument(item) for item in args])
         node_kwargs = {key: self._argument(item) for key, item in kwargs.items()} if kwargs else kwargs
         written = traits.writes(node_args, node_kwargs) if traits.written else ()
         for number in written:
@@ -144,8 +144,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if derived >= 0 and not module:
             module = self.calls[derived].module
         grad = torch.is_grad_enabled()
-        call = (target, args, kwargs, outputs, written, self.phase, name, derived, module, source, cost, grad, random, generator)
-        self.calls.append(Call(*call))
+        call = (
+            target,
+            args,
+            kwargs,
+            outputs,
+            written,
+            self.phase,
+            name,
+            derived,
+            module,
+            source,
+            cost,
+            grad,
+            random,
+            generator,
+        )
+        self.calls.append(Call._make(call))
 
     def _forward_of(self, autograd: Any) -> int:
         """Return the index of the call that an autograd node is the derivative of; -1 when there is none."""
@@ -192,20 +207,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     # --- arguments and results --------------------------------------------------------------------------------------
 
     def _argument(self, item: Any) -> Any:
-        kind = type(item)
-        if kind in _PLAIN:
-            return item
         if isinstance(item, _Tensor):
-            return self._known.get(shown(item)) or self._reference(item)
-        if kind is list or kind is tuple:
-            return kind([self._argument(part) for part in item])
+            return self._known.get(self._shown(item)) or self._reference(item)
+        if isinstance(item, list | tuple):
+            return type(item)([part if type(part) in _PLAIN else self._argument(part) for part in item])
         if isinstance(item, torch.Generator):
             return self._draws.reference(item)
         return item
 
     def _reference(self, tensor: torch.Tensor) -> Ref:
         """Return the reference to an argument; one that no call returned came from outside, or is a view of what one did."""
-        ref = self.values.known.get(shown(tensor))
+        ref = self._known.get(self._shown(tensor))
         if ref is not None:
             return ref
         base = self.values.hidden(tensor)

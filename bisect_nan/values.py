@@ -6,18 +6,17 @@ saved tensors as new objects, and one object can be made to show something else 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef  # torch 2.6 to 2.13
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.program import NO_STORAGE, Placeholder, Ref, Value, tensors
 
-_STRIDED = torch.strided
 _CONJUGATED, _NEGATED = 1, 2
 
 
@@ -27,7 +26,7 @@ class Memory:
 
     Attributes:
         number: Its number in the program.
-        reference: Keeps its address from being used again, and nothing else of it alive.
+        reference: The storage, while it lives. Its Python object lives as long (torch 2.6 to 2.13).
         base: A value that lives in it; -1 before there is one.
         owner: The storage itself where it is from outside: it has to be as before when the recording ends.
         original: Its bytes before the first write to memory from outside.
@@ -35,7 +34,7 @@ class Memory:
     """
 
     number: int
-    reference: StorageWeakRef
+    reference: weakref.ref[torch.UntypedStorage]
     base: int = -1
     owner: torch.UntypedStorage | None = None
     original: torch.UntypedStorage | None = None
@@ -46,7 +45,7 @@ class Values:
     """The values, memories and placeholders of a program under construction.
 
     Attributes:
-        known: Reference to every tensor that has a number, by what it shows (`shown`).
+        known: Reference to every tensor that has a number, by what it shows.
         storages: Number of the storage of every value; NO_STORAGE for those without.
         makers: Index of the call that made each value; -1 for placeholders.
         placeholders: The values from outside.
@@ -65,7 +64,7 @@ class Values:
         self.tensors: dict[int, torch.Tensor] = {}
         self._facts: list[Value | tuple[Any, torch.device]] = []  # turned into a `Value` once the step is over
         self._names: dict[Hashable, tuple[Phase, str]] = {}
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, Memory] = {}  # by identity of the storage, dead ones too
         self._numbered: list[Memory] = []
         self.leaves: dict[str, torch.Tensor] = {}
         self.without_memory: list[torch.Tensor] = []
@@ -73,13 +72,43 @@ class Values:
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
         """Say what a tensor from outside is called; of several names for the same the first wins."""
-        key = shown(tensor)
+        key = self.shown(tensor)
         self._names.setdefault(key, (phase, name))
         if isinstance(key, tuple):
             self._names.setdefault(key[0], (phase, name))
-            self._remember(tensor, key[0])  # so that its address is not used again when the step drops it
         else:
             self.without_memory.append(tensor)
+
+    def shown(self, tensor: torch.Tensor) -> Hashable:
+        """Return what a tensor shows: equal for tensors that are the same view of the same storage.
+
+        For tensors without a storage of their own (sparse ones) it is their identity.
+
+        Raises:
+            RecordingError: The tensor is nested: its sizes are not those of a tensor.
+        """
+        try:
+            storage = tensor.untyped_storage()
+            memory = self._memories.get(id(storage))
+            if memory is None or memory.reference() is not storage:
+                memory = self._remember(storage)
+            return (
+                memory.number,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.is_conj() * _CONJUGATED + tensor.is_neg() * _NEGATED,
+            )
+        except NotImplementedError:
+            return f"object {id(tensor)}"
+        except RuntimeError as problem:
+            raise _unsupported("a nested tensor") from problem
+
+    def _remember(self, storage: torch.UntypedStorage) -> Memory:
+        memory = self._memories[id(storage)] = Memory(len(self._numbered), weakref.ref(storage))
+        self._numbered.append(memory)
+        return memory
 
     def result(self, tensor: torch.Tensor, maker: int) -> int:
         """Return the number of a tensor that the call with index `maker` returned.
@@ -87,7 +116,7 @@ class Values:
         Raises:
             RecordingError: The tensor is nested or quantised.
         """
-        key = shown(tensor)
+        key = self.shown(tensor)
         ref = self.known.get(key)
         return (self._add(tensor, key, maker) if ref is None else ref).value
 
@@ -95,7 +124,7 @@ class Values:
         """Give a number to a tensor that has none yet."""
         number = len(self.storages)
         if isinstance(key, tuple):
-            memory = self._memories.get(key[0]) or self._remember(tensor, key[0])
+            memory = self._numbered[key[0]]
             if memory.base < 0:
                 memory.base = number
             if tensor.is_quantized:
@@ -128,8 +157,8 @@ class Values:
 
         A tensor with a name of its own is a placeholder even when another one shows the same memory.
         """
-        key = shown(tensor)
-        memory = self._memories.get(key[0]) if isinstance(key, tuple) else None
+        key = self.shown(tensor)
+        memory = self._memory_of(key)
         return None if memory is None or memory.base < 0 or key in self._names else Ref(memory.base)
 
     def placeholder(self, tensor: torch.Tensor, line: SourceLine | None) -> Ref:
@@ -139,12 +168,12 @@ class Values:
             tensor: The tensor.
             line: Where the step first used it; names it when it has no name.
         """
-        key = shown(tensor)
-        ref = self._add(tensor, key, -1)
+        key = self.shown(tensor)
+        ref, memory = self._add(tensor, key, -1), self._memory_of(key)
         named = self._names.get(key)
-        if isinstance(key, tuple):
-            named = named or self._names.get(key[0])
-            self._memories[key[0]].owner = tensor.untyped_storage()
+        if memory is not None:
+            named = named or self._names.get(memory.number)
+            memory.owner = tensor.untyped_storage()
         self.tensors[ref.value] = tensor.detach()
         if named is not None:
             self.placeholders.append(Placeholder(ref.value, *named))
@@ -154,7 +183,7 @@ class Values:
             self._gradients.append((tensor, tensor.grad))
             self.placeholders.append(Placeholder(ref.value, Phase.PARAMETER, name))
         else:
-            if isinstance(key, tuple) and not tensor.untyped_storage().resizable():
+            if memory is not None and not tensor.untyped_storage().resizable():
                 self.tensors[ref.value] = _copied(tensor)  # NumPy may write to it again before the step ends
             name = f"constant at {line}" if line else "constant"
             self.placeholders.append(Placeholder(ref.value, Phase.INPUT, name, constant=True))
@@ -162,17 +191,9 @@ class Values:
 
     def seen(self, tensor: torch.Tensor) -> bool:
         """Whether a recorded call has shown this tensor."""
-        return shown(tensor) in self.known
+        return self.shown(tensor) in self.known
 
     # --- memory -----------------------------------------------------------------------------------------------------
-
-    def _remember(self, tensor: torch.Tensor, address: int) -> Memory:
-        memory = self._memories.get(address)
-        if memory is None:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            memory = self._memories[address] = Memory(len(self._numbered), reference)
-            self._numbered.append(memory)
-        return memory
 
     def before_write(self, number: int) -> None:
         """Keep the bytes of memory from outside before they are written to for the first time.
@@ -199,20 +220,22 @@ class Values:
         dense_given, sparse_given = _by_layout(given)
         shared = [*(dense_given if sparse_made else []), *(dense_made if view and sparse_given else [])]
         for tensor in shared:
-            self._memories[tensor.untyped_storage()._cdata].sparse = True
+            memory = self._memory_of(self.shown(tensor))
+            if memory is not None:
+                memory.sparse = True
 
     def renew(self, tensor: torch.Tensor) -> None:
         """Treat the memory of a tensor, empty until now, as another one: nothing that showed it showed any element."""
-        self._memories.pop(tensor.untyped_storage()._cdata)
+        self._memories.pop(id(tensor.untyped_storage()))
 
     def wrote(self, tensor: torch.Tensor) -> bool:
         """Whether a recorded call wrote to a placeholder's memory."""
-        memory = self._memory_of(tensor)
+        memory = self._memory_of(self.shown(tensor))
         return memory is not None and memory.original is not None
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a placeholder's memory held before the first recorded write, seen through `tensor`."""
-        memory = self._memory_of(tensor)
+        memory = self._memory_of(self.shown(tensor))
         if memory is None or memory.original is None:
             return tensor.detach()
         return _through(memory.original, tensor)
@@ -227,31 +250,8 @@ class Values:
         for leaf, gradient in self._gradients:
             leaf.grad = gradient
 
-    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
-        key = shown(tensor)
-        return self._memories.get(key[0]) if isinstance(key, tuple) else None
-
-
-def shown(tensor: torch.Tensor) -> Hashable:
-    """Return what a tensor shows: equal for tensors that are the same view of the same storage object.
-
-    For tensors without a storage of their own (sparse, or a zero that autograd never wrote down) it is their identity.
-
-    Raises:
-        RecordingError: The tensor is nested: its sizes are not those of a tensor.
-    """
-    if tensor.layout is not _STRIDED or tensor._is_zerotensor():
-        return id(tensor)
-    if tensor.is_nested:
-        raise _unsupported("a nested tensor")
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj() * _CONJUGATED + tensor.is_neg() * _NEGATED,
-    )
+    def _memory_of(self, key: Hashable) -> Memory | None:
+        return self._numbered[key[0]] if isinstance(key, tuple) else None
 
 
 def _through(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
@@ -272,8 +272,8 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the dense tensors of an argument or a result, and the others."""
-    found = [tensor for tensor in tensors(item) if tensor is not None and not tensor._is_zerotensor()]
-    return [t for t in found if t.layout is _STRIDED], [t for t in found if t.layout is not _STRIDED]
+    found = [tensor for tensor in tensors(item) if tensor is not None]
+    return [t for t in found if t.layout is torch.strided], [t for t in found if t.layout is not torch.strided]
 
 
 def _unsupported(what: str) -> RecordingError:

@@ -158,15 +158,16 @@ def rerun(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | N
     return tensors(result if call.target._schema.returns else positional[0])
 
 
-def evidence_of(
+def evidence_of(  # noqa: PLR0913  (each sets one field of the evidence)
     observed: Observed,
     mask: torch.Tensor,
     *,
     output: int = 0,
     symptom: Symptom = LOSS,
     intended: Sequence[SourceLine] = (),
+    seen: Sequence[Observed] = (),
 ) -> Evidence:
-    """Make the evidence for one observed call and its blamed elements."""
+    """Make the evidence for one observed call and its blamed elements; `seen` are all calls, if their updates count."""
     return Evidence(
         call=observed.call,
         output=output,
@@ -176,7 +177,17 @@ def evidence_of(
         intended=tuple(intended),
         recompute=lambda dtype: rerun(observed.call, dtype),
         ancestors=lambda name: lineage(observed, name),
+        history=tuple(parameter_norms(seen)),
     )
+
+
+def parameter_norms(seen: Sequence[Observed]) -> Iterator[Mapping[str, float]]:
+    """The norm of the parameter before each update of plain gradient descent."""
+    for observed in seen:
+        if observed.call.phase is Phase.OPTIMIZER and observed.call.op == "add":
+            yield {
+                "parameter_norm": float(torch.linalg.vector_norm(observed.call.arguments["self"], dtype=torch.float64))
+            }
 
 
 def run_one(  # noqa: PLR0913  (each sets one field of the evidence)

@@ -96,7 +96,8 @@ def test_example_is_diagnosed_as_its_own_entry(cause: Cause) -> None:
     observed, output, mask = next(birth for birth in births(seen) if fresh or "empty" not in birth[0].call.op)
     if observed.call.phase is Phase.OPTIMIZER:
         symptom = PARAMETER
-    found, match = diagnose(evidence_of(observed, mask, output=output, symptom=symptom))
+    before = seen[: next(place for place, item in enumerate(seen) if item is observed)]
+    found, match = diagnose(evidence_of(observed, mask, output=output, symptom=symptom, seen=before))
     assert (found.name, bool(match.notes)) == (cause.name, True)
 
 
@@ -115,7 +116,7 @@ def test_near_miss_is_finite_and_silent(cause: Cause) -> None:
             if value is not None and value.is_floating_point():
                 whole = torch.ones(value.shape, dtype=torch.bool)
                 for symptom in (LOSS, GRADIENT):
-                    evidence = evidence_of(observed, whole, output=index, symptom=symptom)
+                    evidence = evidence_of(observed, whole, output=index, symptom=symptom, seen=seen)
                     assert cause.matches(evidence) is None, observed.call.target
 
 

@@ -57,6 +57,17 @@ def optimizing(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Evid
     return run_one(target, *args, phase=Phase.OPTIMIZER, symptom=PARAMETER, **kwargs)
 
 
+def after(evidence: Evidence, **numbers: Sequence[float]) -> Evidence:
+    """Let evidence come after steps with these numbers (`parameter_norm=[1, 2]`)."""
+    rows = zip(*numbers.values(), strict=True)
+    return replace(evidence, history=tuple(dict(zip(numbers, row, strict=True)) for row in rows))
+
+
+def too_large() -> Evidence:
+    """Evidence for an exponential that overflows."""
+    return run_one(aten.exp.default, t(1000.0))
+
+
 def ctc(frames: int, labels: Sequence[int]) -> Evidence:
     """Run a CTC loss of uniform frames for one sample."""
     scores = torch.full((frames, 1, 4), 0.25).log()
@@ -78,6 +89,21 @@ def custom(target: torch._ops.OpOverload, *args: Any, ancestors: tuple[str, ...]
 
 
 FIRING: list[tuple[str, Callable[[], Evidence]]] = [
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 7, 25, 3e4])),
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 300])),
+    ("learning_rate_explosion", lambda: after(too_large(), loss=[-2, -3, 5e3], gradient_norm=[1, 2, 1e4])),
+    (
+        "learning_rate_explosion",
+        lambda: after(run_one(aten.mul.Tensor, half(6e4), half(3.0)), parameter_norm=[5, 7, 100]),
+    ),
+    (
+        "learning_rate_explosion",
+        lambda: after(optimizing(aten.add_.Tensor, t(3e38), t(-3e38), alpha=-1.0), parameter_norm=[1e3, 1e18, 1e36]),
+    ),
+    (
+        "learning_rate_explosion",
+        lambda: after(run_one(aten.mm.default, t([1e30, 1e30]), t([1e30], [1.0])), parameter_norm=[1, 2, 1e9]),
+    ),
     ("uninitialized_memory", lambda: unwritten(t(NAN, 1.0))),
     ("learning_rate_nonfinite", lambda: optimizing(aten.add_.Tensor, t(1.0), t(0.0), alpha=NAN)),
     ("learning_rate_nonfinite", lambda: optimizing(aten.mul.Tensor, t(1.0, 2.0), torch.tensor(NAN))),
@@ -263,6 +289,16 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
 """Evidence, and the entry that is to be found first."""
 
 SILENT: list[tuple[str, Callable[[], Evidence]]] = [
+    ("learning_rate_explosion", too_large),
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[1e9])),
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 7, 6, 8])),
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 5, 500, 5])),
+    ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[0, 0.1, 2])),
+    ("learning_rate_explosion", lambda: after(too_large(), loss=[2, 3, 5e3], gradient_norm=[1, 2, 3])),
+    ("learning_rate_explosion", lambda: after(too_large(), loss=[1e9, 1e6, 1e3], gradient_norm=[1e9, 1e6, 1e3])),
+    ("learning_rate_explosion", lambda: after(run_one(aten.log.default, t(0.0)), parameter_norm=[5, 7, 3e4])),
+    ("learning_rate_explosion", lambda: after(run_one(aten.div.Tensor, t(1.0), t(0.0)), parameter_norm=[5, 7, 3e4])),
+    ("learning_rate_explosion", lambda: after(run_one(aten.exp.default, t(INF)), parameter_norm=[5, 7, 3e4])),
     ("uninitialized_memory", lambda: unwritten(t(0.0, 1e30))),
     ("uninitialized_memory", lambda: run_one(aten.full.default, [2], NAN)),
     ("learning_rate_nonfinite", lambda: run_one(aten.mul.Tensor, t(1.0), torch.tensor(NAN))),

@@ -27,7 +27,7 @@ INTERNALS = {
     # How often a tensor was written to.
     "live": {"_version"},
     # What keeps `cond` from being compiled.
-    "capture": {"_C", "_dispatch_cache"},
+    "setting": {"_C", "_dispatch_cache"},
 }
 """Module: the private names of torch that it may use."""
 

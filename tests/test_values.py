@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.program import NO_STORAGE
-from bisect_nan.values import Values, shown
+from bisect_nan.values import Values
 
 
 def test_a_tensor_is_what_it_shows() -> None:
     """Aliases are the same tensor; other views, dtypes and lazy flags of the memory are others."""
-    x = torch.randn(4, 4, dtype=torch.complex64)
+    shown, x = Values().shown, torch.randn(4, 4, dtype=torch.complex64)
     same = [x.detach(), x.data, x.view(4, 4), x.t().t(), x.conj().conj()]
     others = [
         x.t(),
@@ -37,27 +35,27 @@ def test_a_tensor_is_what_it_shows() -> None:
 
 
 def test_tensors_without_memory_are_known_by_identity() -> None:
-    """Sparse tensors and zeros that autograd never wrote down own no storage."""
-    sparse = torch.eye(3).to_sparse()
-    assert shown(sparse) != shown(sparse.detach())
-    values = Values()
+    """Sparse tensors own no storage."""
+    sparse, values = torch.eye(3).to_sparse(), Values()
+    assert values.shown(sparse) != values.shown(sparse.detach())
     number = values.placeholder(sparse, None).value
-    assert values.storages[number] == NO_STORAGE
-    assert shown(torch._efficientzerotensor(3)) != shown(torch._efficientzerotensor(3))
+    assert values.value(number).storage == NO_STORAGE
 
 
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=20))
-def test_an_address_is_never_used_again(sizes: list[int]) -> None:
-    """A weak reference keeps a dead storage's address (`_cdata`) from being given to another (torch 2.6 to 2.13)."""
-    references, addresses = [], set()
-    for size in sizes:
-        storage = torch.zeros(size).untyped_storage()
-        assert storage._cdata not in addresses
-        addresses.add(storage._cdata)
-        references.append(StorageWeakRef(storage))
-        del storage
-        gc.collect(0)
-    assert all(reference.expired() for reference in references)
+def test_the_python_object_of_a_storage_lives_as_long_as_its_memory() -> None:
+    """All views of a memory have one storage object, which dies with the last of them, also when autograd held it."""
+    w = torch.ones(3, requires_grad=True)
+    x = w * 2
+    reference = weakref.ref(x.untyped_storage())
+    gc.collect()
+    assert reference() is x.untyped_storage()
+    assert reference() is x.detach().view(3, 1).untyped_storage()
+    loss = (x * x).sum()
+    del x
+    gc.collect()
+    assert reference() is not None
+    loss.backward()
+    assert reference() is None
 
 
 def test_dead_memory_is_not_mistaken_for_living() -> None:

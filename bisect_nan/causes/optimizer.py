@@ -186,7 +186,7 @@ def fails():
         loss = weight.square().sum()
         loss.backward()  # the gradient is 2 w, so w becomes w - 20 w = -19 w
         optimizer.step()
-    return loss
+    return loss.detach()
 """
 
 _EXPLOSION_NEAR_MISS = """\
@@ -200,7 +200,7 @@ def near_miss():
         loss = weight.square().sum()
         loss.backward()
         optimizer.step()
-    return loss
+    return loss.detach()
 """
 
 LEARNING_RATE_EXPLOSION = Cause(

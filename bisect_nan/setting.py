@@ -1,0 +1,90 @@
+"""What is set up around a step while it is recorded: eager execution, the paths of modules, and a quiet garbage collector."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def module_paths(model: Any, stack: list[str]) -> Iterator[None]:
+    """Keep the path of the running module on top of `stack`.
+
+    A layer of torch without parts of its own that a module of the user's calls belongs to the calling line, and so to its module.
+
+    `nn.Module.__call__` is replaced meanwhile, as `torch.fx.Tracer` does it: hooks would keep modules from their fast paths.
+    """
+    paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+    users: list[bool] = []  # whether each running module is the user's own class
+    plain = nn.Module.__call__
+
+    @functools.wraps(plain)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        caller, library = stack[-1] if stack else "", type(module).__module__.startswith("torch.")
+        part_of_line = library and users[-1:] == [True] and next(module.children(), None) is None
+        stack.append(caller if part_of_line else paths.get(id(module), caller))
+        users.append(not library)
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            stack.pop()
+            users.pop()
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def old_objects_left_alone() -> Iterator[None]:
+    """Keep the garbage collector to objects that are made meanwhile.
+
+    A recording makes them by the ten thousand, and a collection that looks at all of torch's takes a tenth of a second.
+    """
+    if gc.get_freeze_count():  # somebody else has put objects aside, who alone may take them back
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled models, and the branches of `torch.cond`, eagerly: every call can be seen then, in forward and backward."""
+    cond, compiler, key = torch.ops.higher_order.cond, torch.compile, torch._C.DispatchKey.Autograd
+    # torch 2.13: under "force_eager", cond's own autograd kernel takes branches that return one tensor for tuples, and fails.
+    kernel = cond.py_kernels[key]
+    cond.py_kernels[key] = _branch
+    cond._dispatch_cache.clear()
+    torch.compile = _uncompiled
+    # Dynamo takes a second to import, and nothing can have been compiled without it.
+    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    try:
+        with stance:
+            yield
+    finally:
+        torch.compile = compiler
+        cond.py_kernels[key] = kernel
+        cond._dispatch_cache.clear()
+
+
+def _branch(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Stand in for the autograd kernel of `torch.cond`: run the branch under autograd, as Python's `if` would."""
+    return (if_true if bool(predicate) else if_false)(*operands)
+
+
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    """Stand in for `torch.compile`: return what was to be compiled."""
+    return model if model is not None else functools.partial(_uncompiled, **options)
