@@ -6,7 +6,8 @@ stays bad is its own), and follow its derivative from the bad outputs to the inp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,7 @@ def split(executed: Executed, number: int, mask: torch.Tensor) -> Split:
         inherited = mask & union(seen.values(), mask)
         from_nan = union([m & nans[n].expand(mask.shape) for n, m in seen.items()], mask)
         return Split(mask & ~inherited, inherited, inherited & is_nan & ~from_nan)
-    born = mask.clone()
-    for healthy in _healthy_inputs(executed, bad):
-        born &= finite.mask(executed.again(healthy)[number])
-        if not bool(born.any()):
-            break
+    born = _own(executed, number, mask, bad)
     inherited, still_nan = mask & ~born, is_nan
     if any(bool(m.any()) for m in nans.values()):
         healthy = {n: neutralised(t, nans[n]) if n in bad else t for n, t in executed.inputs.items()}
@@ -78,17 +75,24 @@ def _bad_inputs(executed: Executed) -> Env:
     return {n: m for n, m in masks.items() if bool(m.any())}
 
 
-def _healthy_inputs(executed: Executed, bad: Env) -> Iterator[Env]:
-    """Yield inputs without bad elements; what fails on each of them fails on its own.
+def _own(executed: Executed, number: int, mask: torch.Tensor, bad: Env) -> torch.Tensor:
+    """Return those elements of `mask` that stay bad whatever stands in the place of the bad inputs."""
 
-    In their place is the median, values without pattern, or 0; at last all other elements are brought far from the end of the range
-    too: the neighbours of an overflowed element are huge themselves, and what fails on them alone is still the same fault.
-    """
-    inputs = executed.inputs
-    yield {n: neutralised(t, bad[n]) if n in bad else t for n, t in inputs.items()}
-    yield {n: neutralised(t, bad[n], distinct(t)) if n in bad else t for n, t in inputs.items()}
-    yield {n: neutralised(t, bad[n], 0.0) if n in bad else t for n, t in inputs.items()}
-    yield {n: tamed(neutralised(t, bad[n])) if n in bad else t for n, t in inputs.items()}
+    def still(replacement: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        inputs = {n: replacement(t, bad[n]) if n in bad else t for n, t in executed.inputs.items()}
+        return born & finite.mask(executed.again(inputs)[number])
+
+    born = mask
+    for stand_in in (neutralised, lambda t, m: neutralised(t, m, distinct(t)), lambda t, m: neutralised(t, m, 0.0)):
+        born = still(stand_in)
+        if not bool(born.any()):
+            return born
+    # The neighbours of an overflowed element are huge themselves; what fails on them alone is still the same fault, provided that
+    # it depends on the bad element at all.
+    tame = still(lambda t, m: tamed(neutralised(t, m)))
+    if tame.equal(born):
+        return born
+    return tame | born & ~still(lambda t, m: neutralised(tamed(neutralised(t, m)), m, math.nan))
 
 
 def _by_halves(executed: Executed, number: int, mask: torch.Tensor, bad: Env) -> Env:

@@ -48,10 +48,12 @@ class Examination:
         self._past = snapshot.history
         self._program, self._symptom = snapshot.program, snapshot.observed.symptom
         self._stretch, self._dependence, self._done, self._targets = stretch, dependence, done, targets
+        self._turned: set[int] = set()
         self._samples = Samples(snapshot.program, stretch, done.checkpoints)
 
     def culprits(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> tuple[Culprit, ...]:
         """Return one culprit for each place where births lie, the earliest first."""
+        self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
         places: dict[tuple[int, int], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):
             places.setdefault((birth.node, -1 if birth.placeholder is None else birth.value), []).append(birth)
@@ -188,7 +190,7 @@ class Examination:
     def _chain(self, start: int) -> tuple[Link, ...]:
         path = self._dependence.chain(start, self._targets, [node.index for node in self._stretch.nodes])
         nodes = [self._program.nodes[index] for index in path]
-        return tuple(Link(node.index, base_name(str(node.target)), self._program.source(node)) for node in nodes)
+        return tuple(Link(node.index, base_name(str(node.target)), self._program.source(node), node.index in self._turned) for node in nodes)
 
 
 def _blamed(executed: Executed, births: Sequence[Birth]) -> tuple[int, torch.Tensor]:

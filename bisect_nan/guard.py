@@ -167,13 +167,10 @@ class Guard:
 
     def _begin(self, step: Step, model: Any, batch: Any) -> Call:
         """Remember the state before a call."""
-        gradients = self._training.gradients()
-        if not gradients:
+        if not self._training.gradients():
             self._calls.clear()  # they were thrown away without an update
         self._look_once()
-        contents = buffers(model)
-        contents += [] if self._calls else gradients
-        contents += [] if self._writes_batch is False else _tensors(batch)
+        contents = [*buffers(model), *([] if self._writes_batch is False else _tensors(batch))]
         before = Surroundings(model, batch=batch, others=self._training.parameters(), contents=contents)
         return Call(next(self._numbers), step, model, batch, before)
 
@@ -182,8 +179,10 @@ class Guard:
         waiting = [call]
 
         def used(_: torch.Tensor) -> None:
-            if waiting:
-                self._calls.append(waiting.pop())
+            if waiting and not self._calls:  # what is there now is added to, in place
+                call.before.copy(self._training.gradients())
+            self._calls += waiting
+            waiting.clear()
 
         for part in _tensors(result):
             if part.requires_grad and part.numel() == 1 and not part.is_leaf:

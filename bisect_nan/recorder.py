@@ -6,20 +6,22 @@ scripted modules all come out as a straight line of calls.
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
+from bisect_nan.calls import Call, Effects
 from bisect_nan.errors import RecordingError
-from bisect_nan.finding import Phase, SourceLine
+from bisect_nan.finding import Phase
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
-from bisect_nan.program import Node, Program, Ref, Targets, tensors
+from bisect_nan.program import Program, Ref, Targets, tensors
 from bisect_nan.traits import Traits
 from bisect_nan.uninitialized import Uninitialized
-from bisect_nan.values import Values
+from bisect_nan.values import Values, require_plain
 
 _Tensor = torch.Tensor
 _PLAIN = frozenset(
@@ -30,26 +32,8 @@ _PLAIN = frozenset(
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 # torch 2.6 to 2.13: the number of the autograd node that will be made next
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-_clock = time.perf_counter
-
-
-class Call(NamedTuple):
-    """A call as it is written down while the step runs; see `Node`, which is made of it when time does not matter any more."""
-
-    target: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[int | None, ...]
-    written: tuple[int, ...]
-    phase: Phase
-    autograd: str | None
-    derived: int
-    module: str
-    source: SourceLine | None
-    cost: float
-    grad: bool
-    random: bool
-    generator: torch.Tensor | None
+_clock, _thread = time.perf_counter, threading.get_ident
+_NOTHING_ELSE = Effects()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotations
@@ -73,9 +57,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.calls: list[Call] = []
         self._traits: dict[Any, Traits] = {}
         self._uninitialized = Uninitialized(self.values)
-        self._by_sequence: dict[
-            int, int
-        ] = {}  # sequence number of an autograd node -> the call that it is the derivative of
+        self._forwards: dict[
+            tuple[int, int], int
+        ] = {}  # thread and number of an autograd node -> call that it differentiates
+        self._threads: list[int] = []
         self._known, self._shown = self.values.known, self.values.shown
         self._draws = Draws()
         self._lines = Lines()
@@ -106,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if self._uninitialized and not traits.view:
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
-        autograd, sequence = _current_autograd_node(), _next_sequence() - 1
+        (autograd, derived), made_for = self._running_derivative(), (_thread(), _next_sequence() - 1)
 
         start = _clock()
         result = func(*args, **kwargs)
@@ -118,16 +103,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         known = len(values.storages)
         outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
         if written or len(values.storages) > known:
-            self._by_sequence.setdefault(sequence, index)
-            self._write_down(func, node_args, node_kwargs, outputs, (written, autograd, cost, traits.random, state))
+            self._remember_forward(made_for, index)
+            effects = Effects(written, autograd, derived, cost, traits.random, state)
+            self._write_down(func, node_args, node_kwargs, outputs, effects)
             if traits.uninitialized:
                 self._uninitialized.made(known, index)
             if values.without_memory:
                 values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
-        elif outputs and outputs[0] is not None and sequence not in self._by_sequence:
+        elif (
+            outputs and outputs[0] is not None
+        ):  # made nothing: its derivative, if any, belongs to what made its result
             maker = values.makers[outputs[0]]
-            self._by_sequence[sequence] = maker if maker >= 0 else self._forward_of(autograd)
+            self._remember_forward(made_for, maker if maker >= 0 else derived)
         return result
+
+    def _remember_forward(self, made_for: tuple[int, int], index: int) -> None:
+        """Remember which call the newest autograd node of a thread differentiates: the first that was seen after it was made."""
+        if made_for not in self._forwards:
+            self._forwards[made_for] = index
+            if made_for[0] not in self._threads:
+                self._threads.append(made_for[0])
+
+    def _running_derivative(self) -> tuple[str | None, int]:
+        """Return the name of the autograd node that runs now, and the call that it is the derivative of (else -1).
+
+        Every thread numbers the nodes that it makes, and a node does not tell which thread made it: where the engine recomputes
+        activations in a thread of its own (reentrant checkpointing on a GPU), the name has to decide.
+        """
+        node: Any = _current_autograd_node()
+        if node is None:
+            return None, -1
+        name, number = node.name(), node._sequence_nr()
+        found = [self._forwards.get((thread, number), -1) for thread in self._threads]
+        if len(found) > 1:
+            found.sort(key=lambda index: index < 0 or not self.calls[index].has_derivative(name))
+        return name, found[0] if found else -1
 
     def _write_down(
         self,
@@ -135,39 +145,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: tuple[int | None, ...],
-        effects: tuple[tuple[int, ...], Any, float, bool, torch.Tensor | None] = ((), None, 0.0, False, None),
+        effects: Effects = _NOTHING_ELSE,
     ) -> None:
-        written, autograd, cost, random, generator = effects
-        name = None if autograd is None else autograd.name()
-        derived, source = self._forward_of(autograd), self._lines.caller()
         module = self.modules[-1] if self.modules else ""
-        if derived >= 0 and not module:
-            module = self.calls[derived].module
-        grad = torch.is_grad_enabled()
-        call = (
-            target,
-            args,
-            kwargs,
-            outputs,
-            written,
-            self.phase,
-            name,
-            derived,
-            module,
-            source,
-            cost,
-            grad,
-            random,
-            generator,
-        )
-        self.calls.append(Call._make(call))
-
-    def _forward_of(self, autograd: Any) -> int:
-        """Return the index of the call that an autograd node is the derivative of; -1 when there is none."""
-        return -1 if autograd is None else self._by_sequence.get(autograd._sequence_nr(), -1)
+        if not module and effects.derived >= 0:
+            module = self.calls[effects.derived].module
+        source, grad = self._lines.caller(), torch.is_grad_enabled()
+        self.calls.append(Call(target, args, kwargs, outputs, effects, self.phase, module, source, grad))
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder."""
+        """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder.
+
+        Raises:
+            RecordingError: It is a wrapper of tensors.
+        """
+        require_plain(tensor, "a result of the step")
         number = self._reference(tensor).value
         self._uninitialized.used([(number, tensor)], ())
         return number
@@ -179,30 +171,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     def finish(self, targets: Targets) -> Program:
         """Return the program of everything recorded so far."""
-        nodes = tuple([self._node(index, call) for index, call in enumerate(self.calls)])
+        storages, kept = self.values.storages, self._uninitialized.kept
+        nodes = tuple([call.node(index, storages, kept.get(index)) for index, call in enumerate(self.calls)])
         return Program(self.values.all(), tuple(self.values.placeholders), nodes, targets)
-
-    def _node(self, index: int, call: Call) -> Node:
-        storages = self.values.storages
-        return Node(
-            index=index,
-            target=call.target,
-            args=call.args,
-            kwargs=call.kwargs,
-            outputs=call.outputs,
-            writes=tuple({storages[number]: None for number in call.written}),
-            written=call.written,
-            phase=call.phase,
-            autograd=call.autograd,
-            forward=call.derived if call.derived >= 0 and call.source is None else None,
-            module=call.module,
-            source=call.source,
-            cost=call.cost,
-            grad=call.grad,
-            random=call.random,
-            generator=call.generator,
-            memory=self._uninitialized.kept.get(index),
-        )
 
     # --- arguments and results --------------------------------------------------------------------------------------
 
@@ -286,7 +257,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         try:
             with self:
                 return kernel(*args, **kwargs)
-        except AssertionError as problem:  # some refuse to run under any mode (`scan`)
+        except AssertionError as problem:
+            if "Mode should never be enabled" not in str(problem):  # some refuse to run under any mode (`scan`)
+                raise
             got = f"the higher-order operator {func}, which cannot be recorded: {problem}"
             raise RecordingError(got, "a step that runs eagerly", "write it with plain torch operations") from problem
 
@@ -304,7 +277,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         hidden = [kind.__qualname__ for kind in types if not hasattr(kind, "__tensor_flatten__")]
         if hidden:
             got = f"the step uses {hidden[0]}, a class of tensors that computes in its own __torch_dispatch__"
-            raise RecordingError(
-                got, "plain tensors, or wrappers with __tensor_flatten__", "run the step on plain tensors"
-            )
+            expected = "plain tensors, or wrappers with __tensor_flatten__"
+            raise RecordingError(got, expected, "run the step on plain tensors")
         return NotImplemented

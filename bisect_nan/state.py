@@ -60,7 +60,8 @@ class Surroundings:
             self._namespaces.append((optimizer.__dict__, self._attributes(optimizer.__dict__)))
             self._items.add_nested(optimizer.param_groups)
             self._items.add_nested(optimizer.state)
-        self._contents = {id(tensor): (tensor, tensor.detach().clone()) for tensor in contents}
+        self._contents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.copy(contents)
         self._generators = ProcessGenerators()
 
     def _attributes(self, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +91,10 @@ class Surroundings:
                 ):  # one that overlaps itself cannot be written to, not even by the step
                     tensor.copy_(saved)
         self._generators.restore()
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember the present elements of some tensors, too."""
+        self._contents |= {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the elements that a tensor had; None when it was not among the `contents`."""

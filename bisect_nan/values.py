@@ -71,7 +71,12 @@ class Values:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the leaves, at first
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
-        """Say what a tensor from outside is called; of several names for the same the first wins."""
+        """Say what a tensor from outside is called; of several names for the same the first wins.
+
+        Raises:
+            RecordingError: It is a wrapper of tensors, or nested.
+        """
+        require_plain(tensor, name)
         key = self.shown(tensor)
         self._names.setdefault(key, (phase, name))
         if isinstance(key, tuple):
@@ -274,6 +279,13 @@ def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the dense tensors of an argument or a result, and the others."""
     found = [tensor for tensor in tensors(item) if tensor is not None]
     return [t for t in found if t.layout is torch.strided], [t for t in found if t.layout is not torch.strided]
+
+
+def require_plain(tensor: torch.Tensor, name: str) -> None:
+    """Raise RecordingError for a tensor that wraps others, so that it owns none of the memory that it stands for."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise _unsupported(f"{name}, which is a {kind.__name__}")
 
 
 def _unsupported(what: str) -> RecordingError:

@@ -43,8 +43,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer does, and here it is done once for all cases
 
-import bisect_nan
+from bisect_nan import Finding, Guard, NonFiniteStep, Snapshot, Verdict, locate
 from bisect_nan.causes.evidence import base_name
 
 CASES = Path(__file__).resolve().parents[1] / "fixtures" / "corpus" / "cases"
@@ -74,10 +75,10 @@ def find(path: Path) -> dict[str, Any]:
     if case.get("autocast") is not None:
         step = _autocast(step, case["autocast"])
     if optimizer is None and case.get("steps", 1) == 1:
-        return bisect_nan.locate(bisect_nan.Snapshot.capture(model, batch, step)).to_dict()
+        return locate(Snapshot.capture(model, batch, step)).to_dict()
     updates = optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), lr=0.0)
     with tempfile.TemporaryDirectory() as folder:
-        guard = bisect_nan.Guard(model, updates, directory=folder)
+        guard = Guard(model, updates, directory=folder)
         watched = guard.watch(step)
         try:
             for _ in range(case.get("steps", 1)):
@@ -87,11 +88,11 @@ def find(path: Path) -> dict[str, Any]:
                     loss.backward()
                 updates.step()
             guard.check()
-        except bisect_nan.NonFiniteStep as fault:
+        except NonFiniteStep as fault:
             if fault.path is None:
                 raise
-            return bisect_nan.locate(bisect_nan.Snapshot.load(fault.path)).to_dict()
-    return bisect_nan.Finding(bisect_nan.Verdict.CLEAN).to_dict()
+            return locate(Snapshot.load(fault.path)).to_dict()
+    return Finding(Verdict.CLEAN).to_dict()
 
 
 def score(path: Path, finding: dict[str, Any]) -> dict[str, bool]:

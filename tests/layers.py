@@ -5,7 +5,7 @@ from __future__ import annotations
 LAYERS = {
     "What can go wrong, and what is found": "errors finite norms finding strict_json",
     "Search": "search",
-    "A recorded step": "program traits generators binding lines values uninitialized",
+    "A recorded step": "program traits generators binding lines calls values uninitialized",
     "Recording": "recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     "Running a step again": "dependence replay neutral influence intent blame reproduce",
@@ -15,7 +15,7 @@ LAYERS = {
         " causes.domain causes.division causes.infinities causes.reductions causes.ranges causes.masking causes.derivatives"
         " causes.degenerate causes.unclassified causes"
     ),
-    "The answer": "explain locate",
+    "The answer": "explain driver",
     "The training loop": "modes training incident guard",
     "Reports": "reports.words reports.terminal reports",
     "The command line": "child user_code tensors targets worker crash inspection meter cli",

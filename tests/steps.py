@@ -5,11 +5,10 @@ Each entry builds `(model, batch, step)`; the models are tiny, so that the whole
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+
+torch.set_num_threads(1)  # sums are added up in one order, and kernels this small only lose time with more
 
 Case = tuple[Any, Any, Callable[[Any, Any], Any]]
 STEPS: dict[str, Callable[[], Case]] = {}
@@ -616,12 +617,3 @@ def shift(x: torch.Tensor) -> torch.Tensor:
 
 
 shift.register_autograd(lambda _, gradient: gradient)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Run on one thread, so that sums are added up in one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -128,7 +128,7 @@ def restless_case() -> tuple[Restless, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_everything_is_put_back(raises: bool) -> None:  # noqa: FBT001
+def test_everything_is_put_back(raises: bool) -> None:
     """Counters, lists, hooks, modes, reassigned buffers, `.data`, the batch: all are as before, also after an error."""
     model, batch = restless_case()
 

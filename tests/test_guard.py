@@ -196,7 +196,7 @@ def test_each_kind_of_fault_is_told_once_saved_and_located(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "parameter"])
-def test_training_goes_on_as_if_the_bad_batch_had_not_been_there(kind: str, to_none: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_training_goes_on_as_if_the_bad_batch_had_not_been_there(kind: str, to_none: bool, tmp_path: Path) -> None:
     """Model, optimizer, gradients, counters and random numbers are those of a training without the batch, bit by bit."""
     make, bad = BAD[kind]
     guarded, plain = Loop(make, tmp_path, to_none=to_none), Loop(make, to_none=to_none)
@@ -386,6 +386,42 @@ def test_an_optimizer_that_runs_away_in_one_step(tmp_path: Path) -> None:
     assert culprit.cause == "learning_rate_explosion"
 
 
+class Estimating(torch.optim.SGD):
+    """Keeps a number of its own, which only the next step multiplies its rate by."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.factor = torch.tensor(1.0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        total = torch.stack([gradient.abs().sum() for gradient in gradients]).sum()
+        self.param_groups[0]["lr"] = 0.1 * float(self.factor)
+        super().step(closure)
+        self.factor = total / total  # factor
+
+
+def test_a_number_of_the_optimizer_is_caught_before_it_reaches_a_weight(tmp_path: Path) -> None:
+    """What an optimizer keeps for the next step is looked at in the step that makes it."""
+    model = nn.Linear(3, 1)
+    optimizer = Estimating(model.parameters())
+    guard = Guard(model, optimizer, directory=tmp_path)
+    watched = guard.watch(lambda m, b: m(b).relu().sum())
+
+    def train() -> None:
+        for value in (1.0, 0.0, 1.0):
+            nn.init.constant_(model.bias, value)
+            nn.init.zeros_(model.weight)
+            optimizer.zero_grad()
+            watched(model, torch.ones(2, 3)).backward()
+            optimizer.step()
+
+    fault = raised(train, match="the optimizer's optimizer.factor is nan")
+    assert fault.path == tmp_path / "step_1.safetensors"
+    assert float(optimizer.factor) == 1.0
+    assert blamed(fault, "factor")
+
+
 class Twice(torch.optim.SGD):
     """Calls the step of its base class twice, and scales the gradients in between."""
 
@@ -398,7 +434,7 @@ class Twice(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_subclasses_that_call_the_step_of_their_base(prepared: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_subclasses_that_call_the_step_of_their_base(prepared: bool, tmp_path: Path) -> None:
     """Hooks of torch may run once for each level; the update counts once, from its outermost beginning to its end."""
     if prepared:
         torch.optim.SGD([torch.zeros(1)])  # lets torch hook the base class as well
@@ -723,9 +759,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    """A thousand steps, with evaluations whose losses nobody takes back, hold no more tensors and objects than a hundred."""
-    loop = Loop(sgd, tmp_path)
-    assert loop.guard is not None
+    """A thousand steps, with evaluations whose losses nobody takes back, hold no more tensors and objects than a few hundred."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
+    optimizer = sgd(model)
+    guard = Guard(model, optimizer, directory=tmp_path)
+    watched = guard.watch(lambda m, b: m(b["x"]).square().mean())
 
     def alive() -> tuple[int, int]:
         gc.collect()
@@ -734,16 +772,15 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 
     counts = []
     for number in range(1000):
-        loop.optimizer.zero_grad()
-        loop.model.seen.clear()
-        loop.step(loop.model, batch_of(number))
-        loop.step(loop.model, batch_of(number)).backward()
-        loop.optimizer.step()
+        optimizer.zero_grad()
+        watched(model, {"x": x * 2})
+        watched(model, {"x": x * 1}).backward()
+        optimizer.step()
         if number in (299, 999):
             counts.append(alive())
     assert counts[1][0] <= counts[0][0]
     assert counts[1][1] <= counts[0][1] + 50
-    assert len(loop.guard._history) == 200
+    assert len(guard._history) == 200
 
 
 def test_history_tells_how_it_came_to_this(tmp_path: Path) -> None:

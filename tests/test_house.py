@@ -15,7 +15,7 @@ PACKAGE = ROOT / "bisect_nan"
 LONGEST = 320
 """Lines of a module; a longer one holds a second idea."""
 
-TRUSTED = {"recorder", "replay", "lines", "values", "traits", "generators", "uninitialized"}
+TRUSTED = {"recorder", "replay", "calls", "lines", "values", "traits", "generators", "uninitialized"}
 """Modules that see every call while it happens, or make it happen again: they may use any private name of torch."""
 
 INTERNALS = {
@@ -23,6 +23,7 @@ INTERNALS = {
     **{module: {"_schema"} for module in ("program", "operators", "explain", "influence", "intent", "trace")},
     # The parts of a sparse tensor; the public ones refuse uncoalesced ones.
     "finite": {"_indices", "_values"},
+    "confirm": {"_values"},
     "storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
     "live": {"_version"},
@@ -136,7 +137,10 @@ def forbidden(tree: ast.AST, name: str) -> Iterator[str]:
                 yield called
             if called == "torch.load" and "weights_only=True" not in keywords:
                 yield called
-            if called.endswith((".exec_module", "import_module")) and name != "user_code":
+            if called.endswith((".exec_module", "import_module")) and name not in (
+                "",
+                "user_code",
+            ):  # the package loads its own names
                 yield called
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bisect_nan.finding import Phase, Verdict
-from bisect_nan.locate import locate
+from bisect_nan.driver import locate
 from bisect_nan.snapshot import Snapshot
 
 INF = float("inf")

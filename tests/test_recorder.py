@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bisect_nan.capture import record
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
-from bisect_nan.program import Node, Program
+from bisect_nan.program import Node, Program, Targets
 from bisect_nan.recorder import Recorder
 
 
@@ -147,6 +148,27 @@ def test_double_backward_leads_to_the_forward_line() -> None:
     assert all("torch.autograd.grad" not in text(program, node) for node in program.nodes if node.autograd)
 
 
+def test_derivatives_are_told_apart_where_two_threads_numbered_them() -> None:
+    """Autograd nodes that two threads gave the same number lead to their own calls."""
+    recorder, results = Recorder(), {}
+    x = torch.ones(3, requires_grad=True)
+
+    def forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with recorder:
+            results[function] = function(x)
+
+    for function in (torch.exp, torch.sin):
+        thread = threading.Thread(target=forward, args=(function,))
+        thread.start()
+        thread.join()
+    with recorder:
+        torch.autograd.backward(results[torch.exp] * results[torch.sin], torch.ones(3))
+    nodes = recorder.finish(Targets()).nodes
+    found = {node.autograd: str(nodes[node.forward].target) for node in nodes if node.forward is not None}
+    assert found["ExpBackward0"] == "aten.exp.default"
+    assert found["SinBackward0"] == "aten.sin.default"
+
+
 def test_python_code_in_backward_has_its_own_line() -> None:
     """Hooks and the backward of a custom Function are reported at their own Python lines."""
 
@@ -164,7 +186,7 @@ def test_python_code_in_backward_has_its_own_line() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_calls_have_their_own_line(reentrant: bool) -> None:  # noqa: FBT001
+def test_recomputed_calls_have_their_own_line(reentrant: bool) -> None:
     """What checkpointing computes again runs in the backward phase at the line of the model, and so do its derivatives."""
     model = nn.Sequential(nn.Linear(6, 6), Apply(torch.exp))
     program = program_of(
@@ -277,6 +299,21 @@ def test_a_tensor_class_that_hides_its_calls_is_refused() -> None:
 
     with pytest.raises(RecordingError, match="Hiding"):
         record(*applied(lambda x: x + torch.ones(5, 6).as_subclass(Hiding)))
+
+
+@pytest.mark.parametrize("where", ["parameter", "batch", "loss"])
+def test_wrappers_of_tensors_may_not_go_in_or_out(where: str) -> None:
+    """Parameters, inputs and losses that wrap other tensors own no memory that could be stored."""
+    model, wrapped = nn.Linear(6, 6), TwoTensor(torch.ones(6, 6), torch.ones(6, 6))
+    if where == "parameter":
+        model.weight = nn.Parameter(wrapped)
+    batch = wrapped if where == "batch" else torch.ones(6, 6)
+
+    def step(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
+        return wrapped.sum() if where == "loss" else m(b).sum()
+
+    with pytest.raises(RecordingError, match="TwoTensor"):
+        record(model, batch, step)
 
 
 # --- internals of torch ------------------------------------------------------------------------------------------------

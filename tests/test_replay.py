@@ -92,7 +92,7 @@ def recorded(name: str) -> Recording:
     return record(*STEPS[name]())
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_resumed_at_any_cut_gives_the_same_bits(name: str, data: st.DataObject) -> None:

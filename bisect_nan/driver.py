@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import networkx as nx
 import torch
 
 from bisect_nan import finite, search
@@ -22,7 +23,7 @@ from bisect_nan.causes.optimizer import LEARNING_RATE_EXPLOSION
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
 from bisect_nan.explain import Examination
-from bisect_nan.finding import Finding, Innocent, SearchCost, Verdict
+from bisect_nan.finding import Culprit, Finding, Innocent, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
 from bisect_nan.inquest import Inquest, without
 from bisect_nan.intent import Intent
@@ -213,7 +214,7 @@ class _Case:
     # --- the answer -------------------------------------------------------------------------------------------------------
 
     def _answer(self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None) -> Finding:
-        culprits = ()
+        culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
             culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(births, innocents)
             self._stop("explain")
@@ -231,11 +232,17 @@ class _Case:
             verdict=verdict,
             symptom=self.observed.symptom,
             culprits=culprits,
-            innocents=tuple(_innocent(self.program, birth) for birth in innocents),
+            innocents=tuple(_innocent(self.program, birth) for birth in self._acquitted(births, innocents)),
             search=cost,
             environment=self.snapshot.differences(),
             loss=self.snapshot.loss,
         )
+
+    def _acquitted(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> list[Birth]:
+        """Leave out what is a link of the chain: NaN that was made of a culprit's infinities."""
+        graph = self.dependence.graph
+        reached = {call for birth in births if birth.node >= 0 for call in nx.descendants(graph, birth.node)}
+        return [birth for birth in innocents if birth.origin is not Origin.TURNED or birth.node not in reached]
 
     def _stop(self, stage: str) -> None:
         now = time.perf_counter()

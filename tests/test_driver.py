@@ -268,7 +268,7 @@ def test_a_replay_that_differs_from_time_to_time(
                 done.run.env[number] = torch.zeros_like(done.run.env[number])
         return done
 
-    driver = importlib.import_module("bisect_nan.locate")  # the package's attribute of this name is the function
+    driver = importlib.import_module("bisect_nan.driver")  # the package's attribute of this name is the function
     monkeypatch.setattr(driver, "walk", sometimes)
     finding = locate(failing())
     assert finding.verdict is verdict

@@ -1,0 +1,87 @@
+"""Which input elements the elements of a call's result are computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from bisect_nan.influence import depended_on
+from calls import call, numbers
+
+
+def sources(function: Callable[..., torch.Tensor], op: str, place: int, *tensors: torch.Tensor) -> list[list[int] | None]:
+    """Return, for each input of a call, the flat places that one element of its result depends on; None where that is unknown."""
+    executed, number = call(function, *tensors, op=op)
+    mask = torch.zeros(executed.content[number].shape, dtype=torch.bool)
+    mask.flatten()[place] = True
+    found = depended_on(executed, number, mask)
+    return [found[n].flatten().nonzero().flatten().tolist() if n in found else None for n in numbers(executed)]
+
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "place", "expected"),
+    [
+        (lambda x: x.exp(), "exp", 5, [[5]]),
+        (lambda x: x * x[0], "mul", 5, [[5], [1]]),
+        (lambda x: torch.where(x > 4, x, -x), "where", 1, [[1], [], [1]]),
+        (lambda x: x @ x.T, "mm", 1, [[0, 1, 2, 3], [1, 4, 7, 10]]),
+        (lambda x: x.softmax(0), "_softmax", 1, [[1, 5, 9]]),
+        (lambda x: x.cumsum(1), "cumsum", 6, [[4, 5, 6]]),
+        (lambda x: x.max(1).values, "max", 1, [[7]]),
+        (lambda x: x.min(0).values, "min", 2, [[2]]),
+        (lambda x: functional.embedding(torch.tensor([2, 0]), x), "embedding", 1, [[9], [0]]),
+        (lambda x: torch.fft.ifft(torch.complex(x, x + 1)).imag, "complex", 3, [[3], [3]]),
+        (lambda x: functional.layer_norm(x, (4,)), "native_layer_norm", 5, [[4, 5, 6, 7]]),
+        (lambda x: x.argmax(1) * 1.0, "argmax", 1, [None]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sources(
+    function: Callable[..., torch.Tensor], op: str, place: int, expected: list[list[int] | None]
+) -> None:
+    """Elementwise calls are answered by position, others by their derivative in the order of the actual values."""
+    assert sources(function, op, place, X) == expected
+
+
+@settings(max_examples=40, derandomize=True)
+@given(st.integers(0, 7), st.sampled_from(["mm", "cumsum", "conv", "sort", "norm", "gather", "logsumexp"]))
+def test_changing_a_source_changes_the_result(place: int, name: str) -> None:
+    """A source that is changed changes the element, and one that is none does not."""
+    functions: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+        "mm": (lambda x: x @ torch.rand(4, 4, generator=torch.Generator().manual_seed(1)), "mm"),
+        "cumsum": (lambda x: x.cumsum(0), "cumsum"),
+        "conv": (lambda x: functional.conv1d(x[:, None], torch.ones(1, 1, 3), padding=1), "convolution"),
+        "sort": (lambda x: x.sort(1).values, "sort"),
+        "norm": (lambda x: x.norm(dim=1), "linalg_vector_norm"),
+        "gather": (lambda x: x.gather(0, torch.tensor([[0, 1, 2, 0], [2, 2, 2, 2], [1, 1, 0, 0]])), "gather"),
+        "logsumexp": (lambda x: torch.logsumexp(x, 1), "logsumexp"),
+    }
+    function, op = functions[name]
+    x = torch.rand(3, 4, generator=torch.Generator().manual_seed(place)) + 0.5
+    executed, number = call(function, x, op=op)
+    mask = torch.zeros(executed.content[number].shape, dtype=torch.bool)
+    mask.flatten()[place % mask.numel()] = True
+    source = numbers(executed)[0]
+    needed = depended_on(executed, number, mask)[source].flatten()
+    before = executed.content[number].flatten()[place % mask.numel()]
+    for changed in range(needed.numel()):
+        values = executed.inputs[source].clone()
+        values.reshape(-1)[changed] += 1e-3
+        after = executed.again({**executed.inputs, source: values})[number].flatten()[place % mask.numel()]
+        assert bool(before != after) == bool(needed[changed])
+
+
+def test_nan_is_selected_as_torch_selects_it() -> None:
+    """A maximum takes NaN for the largest value, a minimum for the smallest."""
+    x = torch.tensor([[0.1, math.nan, 0.3]])
+    assert sources(lambda x: x.max(1).values, "max", 0, x) == [[1, 2]]  # the largest, and the largest without it
+    assert sources(lambda x: x.amin(1), "amin", 0, x) == [[0, 1]]
