@@ -16,7 +16,8 @@ from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.influence import aligned, gathered, influence, is_number, union
 from bisect_nan.neutral import SMALL, distinct, neutralised, tamed
-from bisect_nan.replay import Env, Executed
+from bisect_nan.replay import Executed
+from bisect_nan.stretch import Env
 
 _TRIALS = 64
 """Runs of one call at most to tell which of its bad inputs matter."""

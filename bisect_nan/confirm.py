@@ -12,10 +12,11 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.blame import split
-from bisect_nan.neutral import distinct, neutralised, tamed, typical
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
-from bisect_nan.replay import Checkpoint, Edit, Env, Executed, Run, Stretch
+from bisect_nan.neutral import distinct, neutralised, tamed, typical
+from bisect_nan.replay import Edit, Executed, Run
+from bisect_nan.stretch import Checkpoint, Env, Stretch
 from bisect_nan.trace import Birth, Origin
 
 Neutral = Callable[[torch.Tensor, Executed | None, int], torch.Tensor | float]

@@ -28,10 +28,11 @@ from bisect_nan.finite import NonFinite
 from bisect_nan.inquest import Inquest, without
 from bisect_nan.intent import Intent
 from bisect_nan.program import Program
-from bisect_nan.replay import Checkpoint, Run, Stretch, own_generator
+from bisect_nan.replay import Run, own_generator
 from bisect_nan.reproduce import Pass, walk
 from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.stretch import Checkpoint, Stretch
 from bisect_nan.trace import Birth, Origin, Trail, execute, of
 
 Progress = Callable[[str, int, int], None]

@@ -12,10 +12,11 @@ from bisect_nan.causes.evidence import Call, Evidence, base_name
 from bisect_nan.dependence import Dependence
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
 from bisect_nan.program import Node, Ref, substitute
-from bisect_nan.replay import Executed, Run, Stretch
+from bisect_nan.replay import Executed, Run
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Samples
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin
 from bisect_nan.trend import within
 

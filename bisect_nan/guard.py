@@ -63,8 +63,9 @@ class Guard:
     `torch.no_grad()` and several guards on one model need nothing special. An infinity that was there before the step (a mask
     among the buffers) is no fault. A healthy training gives the same numbers as without a guard, bit by bit.
 
-    The price is a copy of the buffers from the call to the update, and of parameters, buffers and optimizer state while
-    `optimizer.step()` runs. Of attributes that the step changes, containers are put back one level deep.
+    The price is a copy of the buffers (and of gradients that the backward pass adds to) from the call to the update, and of
+    parameters, buffers and optimizer state while `optimizer.step()` runs; batches and gradients are copied where steps or updates
+    write to them. Of attributes that the step changes, containers are put back one level deep.
     """
 
     def __init__(
@@ -82,10 +83,9 @@ class Guard:
         self._calls: list[Call] = []  # those whose gradients the next update uses
         self._update: Update | None = None
         self._known: set[Key] | None = None  # what is non-finite without being a fault; None: not looked yet
-        self._writes_batch: bool | None = (
-            None  # whether steps write to their batch, which is copied then; None: not known yet
-        )
-        self._writes_gradients: bool | None = None  # the same of updates and gradients
+        # Whether steps write to their batch, and updates to gradients, which are copied then; None: not known yet.
+        self._writes_batch: bool | None = None
+        self._writes_gradients: bool | None = None
         self._steps, self._norm = 0, math.nan  # number of the step, and norm of the parameters before its update
         self._history: deque[Mapping[str, float]] = deque(maxlen=_HISTORY)
         hooks = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
@@ -261,7 +261,8 @@ class Guard:
 
     def _was_bad(self, key: Key, tensor: torch.Tensor) -> bool:
         """Whether it was non-finite before the step already: by its copy, or for a new tensor by its name."""
-        places = [call.before for call in self._calls[:1] if key[0] == "buffer"]
+        calls = sorted(self._calls, key=lambda call: call.number) if key[0] == "buffer" else []
+        places = [call.before for call in calls[:1]]
         places += [] if self._update is None else [self._update.before]
         copies = [copy for place in places if (copy := place.copy_of(tensor)) is not None]
         return bool(finite.probe(copies[:1])) if copies else key in (self._known or ())

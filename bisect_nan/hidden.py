@@ -17,7 +17,8 @@ from bisect_nan.blame import split
 from bisect_nan.dependence import Dependence
 from bisect_nan.influence import depended_on, is_number
 from bisect_nan.intent import Intent
-from bisect_nan.replay import Checkpoint, Executed, Run, Stretch
+from bisect_nan.replay import Executed, Run
+from bisect_nan.stretch import Checkpoint, Stretch
 from bisect_nan.trace import Birth, Marks, Origin, Trail, of
 
 

@@ -14,7 +14,8 @@ from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.neutral import distinct, ordered
 from bisect_nan.program import Node, Ref
-from bisect_nan.replay import Env, Executed
+from bisect_nan.replay import Executed
+from bisect_nan.stretch import Env
 
 _ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"}
 """Elementwise calls that torch does not tag as pointwise (or not in every release)."""

@@ -11,8 +11,8 @@ from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
 from bisect_nan.hidden import Census
 from bisect_nan.intent import Intent
-from bisect_nan.replay import Stretch
 from bisect_nan.reproduce import Pass, walk
+from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin, Trail, of
 
 _ROUNDS = 8

@@ -11,8 +11,9 @@ import torch
 from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.program import NO_STORAGE
-from bisect_nan.replay import Checkpoint, Edit, Env, Run, Stretch
+from bisect_nan.replay import Edit, Run
 from bisect_nan.search import sections
+from bisect_nan.stretch import Checkpoint, Env, Stretch
 
 _SECTIONS = 16
 """Checkpoints of a pass: a refinement then executes at most a sixteenth of it, and a frontier is mostly references."""

@@ -12,7 +12,8 @@ from bisect_nan.blame import responsible, split
 from bisect_nan.finding import Phase
 from bisect_nan.influence import depended_on
 from bisect_nan.program import Program
-from bisect_nan.replay import Checkpoint, Env, Executed, Stretch
+from bisect_nan.replay import Executed
+from bisect_nan.stretch import Checkpoint, Env, Stretch
 from bisect_nan.trace import Marks, execute
 
 

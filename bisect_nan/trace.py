@@ -19,7 +19,8 @@ from bisect_nan.finite import NonFinite
 from bisect_nan.influence import influence
 from bisect_nan.intent import Intent
 from bisect_nan.program import NO_STORAGE, Placeholder, Program
-from bisect_nan.replay import Checkpoint, Edit, Executed, Run, Stretch
+from bisect_nan.replay import Edit, Executed, Run
+from bisect_nan.stretch import Checkpoint, Stretch
 
 
 class Origin(enum.Enum):

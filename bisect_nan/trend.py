@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from bisect_nan.finding import Phase
 from bisect_nan.norms import norms
 from bisect_nan.program import Program
-from bisect_nan.replay import Env
+from bisect_nan.stretch import Env
 
 
 def within(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from bisect_nan.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
+from bisect_nan.driver import locate
 from bisect_nan.errors import BisectNanError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
-from bisect_nan.driver import locate
 from bisect_nan.reports import to_text
 from bisect_nan.targets import load_target
 

@@ -8,7 +8,8 @@ import torch
 
 from bisect_nan import Snapshot
 from bisect_nan.program import Program
-from bisect_nan.replay import Checkpoint, Executed, Run, Stretch
+from bisect_nan.replay import Executed, Run
+from bisect_nan.stretch import Checkpoint, Stretch
 
 
 def stretch_of(program: Program) -> Stretch:

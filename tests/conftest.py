@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# The tests' tensors are small: threads that wait for each other on a busy machine cost more than they bring. Read when torch is
+# imported, here and in the processes that the tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The first call of a kernel can take a hundred times as long as the next; a deadline would fail at random.
 settings.register_profile("unhurried", settings(), deadline=None)

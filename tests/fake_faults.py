@@ -12,8 +12,9 @@ from bisect_nan.capture import _observed
 from bisect_nan.dependence import Dependence
 from bisect_nan.finding import Phase
 from bisect_nan.program import Node, Placeholder, Program, Ref, Value
-from bisect_nan.replay import Run, Stretch
+from bisect_nan.replay import Run
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.stretch import Stretch
 
 KERNEL = torch.ops.aten.addcdiv_.default
 

@@ -158,7 +158,7 @@ def rerun(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | N
     return tensors(result if call.target._schema.returns else positional[0])
 
 
-def evidence_of(  # noqa: PLR0913  (each sets one field of the evidence)
+def evidence_of(
     observed: Observed,
     mask: torch.Tensor,
     *,
@@ -190,7 +190,7 @@ def parameter_norms(seen: Sequence[Observed]) -> Iterator[Mapping[str, float]]:
             }
 
 
-def run_one(  # noqa: PLR0913  (each sets one field of the evidence)
+def run_one(
     target: torch._ops.OpOverload,
     *args: Any,
     phase: Phase = Phase.FORWARD,

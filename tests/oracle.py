@@ -9,9 +9,7 @@ import dataclasses
 from itertools import combinations
 
 import torch
-
 from random_programs import RandomProgram
-
 
 REPAIRS = (1.0, 0.7)
 """Tried in turn: a repair may by chance saturate a clamp, and so stop another fault."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calls import call, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from bisect_nan import blame, finite
 from bisect_nan.neutral import distinct, neutralised
-from calls import call, numbers
 
 NAN, INF = math.nan, math.inf
 

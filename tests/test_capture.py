@@ -21,7 +21,8 @@ from bisect_nan.capture import record, record_update, scalar_loss
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
-from bisect_nan.replay import Run, Stretch, own_generator
+from bisect_nan.replay import Run, own_generator
+from bisect_nan.stretch import Stretch
 
 
 def fingerprint(item: Any) -> Any:

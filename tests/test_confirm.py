@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import stretch_of
 
 from bisect_nan import Snapshot, finite
 from bisect_nan.confirm import NEUTRALS, Interventions
@@ -15,7 +16,6 @@ from bisect_nan.program import Program
 from bisect_nan.replay import Run
 from bisect_nan.reproduce import walk
 from bisect_nan.trace import Birth, Origin
-from calls import stretch_of
 
 NAN, INF = math.nan, math.inf
 

@@ -8,18 +8,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
+from fake_faults import KERNEL, places, planted
 from hypothesis import HealthCheck, assume, given, settings
+from random_programs import RandomProgram, programs
 from torch import nn
 from torch.nn import functional
 
-import oracle
 from bisect_nan import Finding, Phase, Snapshot, Verdict, locate
 from bisect_nan.finding import SearchCost
 from bisect_nan.reproduce import Pass, walk
-from fake_faults import KERNEL, places, planted
-from random_programs import RandomProgram, programs
 
 FEW = settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 

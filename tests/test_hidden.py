@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calls import stretch_of
 
 from bisect_nan import Snapshot, finite
 from bisect_nan.dependence import Dependence
@@ -14,7 +15,6 @@ from bisect_nan.hidden import Census
 from bisect_nan.intent import Intent
 from bisect_nan.reproduce import walk
 from bisect_nan.trace import Birth, Origin
-from calls import stretch_of
 
 INF = math.inf
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "bisect_nan"
 LONGEST = 320
 """Lines of a module; a longer one holds a second idea."""
 
-TRUSTED = {"recorder", "replay", "calls", "lines", "values", "traits", "generators", "uninitialized"}
+TRUSTED = {"recorder", "replay", "stretch", "calls", "lines", "values", "traits", "generators", "uninitialized"}
 """Modules that see every call while it happens, or make it happen again: they may use any private name of torch."""
 
 INTERNALS = {

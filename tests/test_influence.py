@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calls import call, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from bisect_nan.influence import depended_on
-from calls import call, numbers
 
 
 def sources(function: Callable[..., torch.Tensor], op: str, place: int, *tensors: torch.Tensor) -> list[list[int] | None]:

@@ -12,8 +12,8 @@ from bisect_nan import Snapshot
 from bisect_nan.dependence import Dependence
 from bisect_nan.inquest import Inquest, is_known, without
 from bisect_nan.intent import Intent
-from bisect_nan.replay import Stretch
 from bisect_nan.reproduce import walk
+from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin
 
 

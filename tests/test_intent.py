@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calls import run_all
 from torch import nn
 
 from bisect_nan import Phase, Snapshot
 from bisect_nan.dependence import Dependence
 from bisect_nan.intent import Intent, is_mask
 from bisect_nan.program import Placeholder
-from calls import run_all
 
 NAN, INF = math.nan, math.inf
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812  (the name that everybody uses)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bisect_nan.finding import Phase, Verdict
 from bisect_nan.driver import locate
+from bisect_nan.finding import Phase, Verdict
 from bisect_nan.snapshot import Snapshot
 
 INF = float("inf")

@@ -15,7 +15,8 @@ from steps import STEPS, Case
 from bisect_nan.capture import Recording, record, scalar_loss
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
-from bisect_nan.replay import Executed, Run, Stretch, as_recorded, own_generator
+from bisect_nan.replay import Executed, Run, as_recorded, own_generator
+from bisect_nan.stretch import Stretch
 
 
 def all_targets(recording: Recording) -> list[int]:

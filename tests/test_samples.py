@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from calls import stretch_of
 from torch.nn import functional
 
 from bisect_nan import Snapshot
 from bisect_nan.reproduce import walk
 from bisect_nan.samples import Samples
-from calls import stretch_of
 
 NAN, INF = math.nan, math.inf
 ROWS = 5

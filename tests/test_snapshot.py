@@ -24,8 +24,9 @@ from bisect_nan.dependence import Dependence
 from bisect_nan.errors import SnapshotError
 from bisect_nan.finite import same
 from bisect_nan.program import Node, Program
-from bisect_nan.replay import Run, Stretch, own_generator
+from bisect_nan.replay import Run, own_generator
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.stretch import Stretch
 
 # What a file has to cope with, rather than the recorder.
 CARRIED = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import run_all, stretch_of
 from torch import nn
 
 from bisect_nan import Snapshot, finite
@@ -15,7 +16,6 @@ from bisect_nan.dependence import Dependence
 from bisect_nan.intent import Intent
 from bisect_nan.reproduce import walk
 from bisect_nan.trace import Birth, Marks, Origin, Trail
-from calls import run_all, stretch_of
 
 NAN, INF = math.nan, math.inf
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from bisect_nan.capture import record_update
 from bisect_nan.program import Program
-from bisect_nan.replay import Env
+from bisect_nan.stretch import Env
 from bisect_nan.trend import within
 
 
