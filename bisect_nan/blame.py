@@ -105,7 +105,8 @@ def _by_halves(executed: Executed, number: int, mask: torch.Tensor, bad: Env) ->
         part = torch.zeros_like(found[n]).flatten().index_fill_(0, places, value=True).reshape(found[n].shape)
         if trials < _TRIALS:
             trials += 1
-            inputs = {k: t if k not in bad else neutralised(t, bad[k] & ~part if k == n else bad[k], distinct(t)) for k, t in executed.inputs.items()}
+            others = {k: m & ~part if k == n else m for k, m in bad.items()}
+            inputs = {k: neutralised(t, others[k], distinct(t)) if k in bad else t for k, t in executed.inputs.items()}
             if not bool((mask & finite.mask(executed.again(inputs)[number])).any()):
                 continue
             if len(places) > 1:

@@ -120,7 +120,7 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
     stage, node, answer = "", -1, None
     with child, _ended_together(child):
-        assert child.stdout is not None  # noqa: S101  (stdout=PIPE)
+        assert child.stdout is not None
         for line in child.stdout:
             message = _read(line)
             if "progress" in message:

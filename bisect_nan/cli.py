@@ -55,7 +55,7 @@ def main() -> None:
     app()
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001  (typer calls it with the value of the option)
+def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"bisect-nan {importlib.metadata.version('bisect_nan')}")
         raise typer.Exit
@@ -72,7 +72,7 @@ def root(
 
 
 @app.command(epilog=_STATUS)
-def run(  # noqa: PLR0913  (its parameters are the options)
+def run(
     target: Annotated[
         Path,
         typer.Argument(

@@ -33,7 +33,9 @@ def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
     if executed is None or tensor.is_complex():
         return typical(tensor)
     try:
-        result = executed.again({n: t.double() if t.is_floating_point() else t for n, t in executed.inputs.items()})[number]
+        result = executed.again({n: t.double() if t.is_floating_point() else t for n, t in executed.inputs.items()})[
+            number
+        ]
     except RuntimeError:  # no such kernel in double precision
         return typical(tensor)
     limit = torch.finfo(tensor.dtype).max
@@ -50,7 +52,7 @@ def _extreme(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
 
 
 def _tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
-    """The median, and all healthy elements brought far from the end of the range, as the neighbours of an overflow are close to it."""
+    """The median, and all healthy elements brought far from the end of the range, where the neighbours of an overflow are."""
     return tamed(neutralised(tensor, finite.mask(tensor)))
 
 
@@ -68,7 +70,9 @@ class Answer(enum.Enum):
 
     GONE = "The symptom is gone."
     STAYS = "The symptom is still there."
-    LEFT_CLEAN = "The recorded calls cannot follow the changed values, but where they stop nothing is bad that was bad before."
+    LEFT_CLEAN = (
+        "The recorded calls cannot follow the changed values, but where they stop nothing is bad that was bad before."
+    )
     LEFT = "The recorded calls cannot follow the changed values (another expert is chosen, say), so nothing is known."
 
 
@@ -203,7 +207,9 @@ def _own(executed: Executed, birth: Birth, bad: torch.Tensor) -> torch.Tensor:
     return parts.born | parts.converted if birth.origin is Origin.TURNED else parts.born
 
 
-def _replace(tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, executed: Executed | None, number: int) -> None:
+def _replace(
+    tensor: torch.Tensor, mask: torch.Tensor, neutral: Neutral, executed: Executed | None, number: int
+) -> None:
     """Write neutral values into the elements `mask` of a tensor, in place."""
     if tensor.layout is not torch.strided:
         values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()

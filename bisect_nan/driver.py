@@ -42,7 +42,9 @@ _ATTEMPTS = 3
 """Replays before a symptom that does not show again is called not reproduced."""
 
 
-def locate(snapshot: Snapshot, *, search: str = "bisect", progress: Progress | None = None, careful: bool = False) -> Finding:
+def locate(
+    snapshot: Snapshot, *, search: str = "bisect", progress: Progress | None = None, careful: bool = False
+) -> Finding:
     """Find the operation that made a recorded step non-finite.
 
     Args:
@@ -116,7 +118,9 @@ class _Case:
         if attempt > 1:
             return None, Verdict.FLAKY
         self.probes += done.probes
-        self.cuts += [(c.cut, "dirty" if dirty else "clean") for c, dirty in zip(done.checkpoints, done.frontier, strict=True)]
+        self.cuts += [
+            (c.cut, "dirty" if dirty else "clean") for c, dirty in zip(done.checkpoints, done.frontier, strict=True)
+        ]
         return done, Verdict.LOCATED
 
     def _same(self, run: Run) -> bool:
@@ -165,7 +169,7 @@ class _Case:
         return births
 
     def _bears(self, birth: Birth, inquest: Inquest) -> bool:
-        """Whether the step takes in other infinities of the same tensor: then they are meant, and some call cannot bear all of them."""
+        """Whether the step takes in other infinities of the same tensor: then they are meant, and some call cannot bear all."""
         tensor = self.start.env[birth.value]
         bad = finite.mask(tensor)
         if finite.has([tensor], NonFinite.NAN) or not (bad & ~birth.mask).any():
@@ -214,10 +218,14 @@ class _Case:
 
     # --- the answer -------------------------------------------------------------------------------------------------------
 
-    def _answer(self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None) -> Finding:
+    def _answer(
+        self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None
+    ) -> Finding:
         culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
-            culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(births, innocents)
+            culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(
+                births, innocents
+            )
             self._stop("explain")
         self.seconds["total"] = sum(self.seconds.values())
         cost = SearchCost(

@@ -84,7 +84,9 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
         got = symptom.describe()
         if path is None:
             got += f"; no snapshot was written: {problem}"
-            do = "model, optimizer and batch are as before the step: give them to Snapshot.capture and locate the result"
+            do = (
+                "model, optimizer and batch are as before the step: give them to Snapshot.capture and locate the result"
+            )
         else:
             got += f" ({problem})" if problem else ""
             do = f"bisect-nan run {shlex.quote(str(path))}"

@@ -21,9 +21,49 @@ from bisect_nan.trace import Birth, Origin
 from bisect_nan.trend import within
 
 _TRANSPARENT = {
-    *("view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose", "select", "slice", "index", "clone"),
-    *("_to_copy", "detach", "as_strided", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "pow", "clamp", "clamp_min", "clamp_max"),
-    *("maximum", "minimum", "sum", "mean", "cat", "stack", "where", "masked_fill", "reciprocal", "real", "view_as_real"),
+    *(
+        "view",
+        "_unsafe_view",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "t",
+        "transpose",
+        "select",
+        "slice",
+        "index",
+        "clone",
+    ),
+    *(
+        "_to_copy",
+        "detach",
+        "as_strided",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sqrt",
+        "pow",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+    ),
+    *(
+        "maximum",
+        "minimum",
+        "sum",
+        "mean",
+        "cat",
+        "stack",
+        "where",
+        "masked_fill",
+        "reciprocal",
+        "real",
+        "view_as_real",
+    ),
 }
 """Calls that an operand is followed back through."""
 
@@ -58,14 +98,18 @@ class Examination:
         places: dict[tuple[int, int], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):
             places.setdefault((birth.node, -1 if birth.placeholder is None else birth.value), []).append(birth)
-        return tuple(self._state(group[0]) if group[0].placeholder else self._call(group, innocents) for group in places.values())
+        return tuple(
+            self._state(group[0]) if group[0].placeholder else self._call(group, innocents) for group in places.values()
+        )
 
     def _state(self, birth: Birth) -> Culprit:
         placeholder = birth.placeholder
         assert placeholder is not None
         tensor = self._done.checkpoints[0].env[birth.value]
         phase = placeholder.phase
-        entry = causes.find({Phase.PARAMETER: "parameter_nonfinite", Phase.BUFFER: "buffer_nonfinite"}.get(phase, "input_nonfinite"))
+        entry = causes.find(
+            {Phase.PARAMETER: "parameter_nonfinite", Phase.BUFFER: "buffer_nonfinite"}.get(phase, "input_nonfinite")
+        )
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
         return Culprit(
@@ -129,7 +173,9 @@ class Examination:
 
     def _written(self, innocents: Sequence[Birth]) -> tuple[SourceLine, ...]:
         """The lines that wrote infinities on purpose, each once."""
-        nodes = [self._program.nodes[birth.node] for birth in innocents if birth.origin is Origin.WRITTEN and birth.node >= 0]
+        nodes = [
+            self._program.nodes[birth.node] for birth in innocents if birth.origin is Origin.WRITTEN and birth.node >= 0
+        ]
         return tuple(dict.fromkeys(source for node in nodes if (source := self._program.source(node))))
 
     def _execute(self, node: Node) -> Executed:
@@ -186,12 +232,19 @@ class Examination:
                 op = base_name(str(maker.target))
                 yield op
                 if op in _TRANSPARENT:
-                    queue += [(number, call) for number in maker.inputs() if self._program.values[number].dtype.is_floating_point]
+                    queue += [
+                        (number, call)
+                        for number in maker.inputs()
+                        if self._program.values[number].dtype.is_floating_point
+                    ]
 
     def _chain(self, start: int) -> tuple[Link, ...]:
         path = self._dependence.chain(start, self._targets, [node.index for node in self._stretch.nodes])
         nodes = [self._program.nodes[index] for index in path]
-        return tuple(Link(node.index, base_name(str(node.target)), self._program.source(node), node.index in self._turned) for node in nodes)
+        return tuple(
+            Link(node.index, base_name(str(node.target)), self._program.source(node), node.index in self._turned)
+            for node in nodes
+        )
 
 
 def _blamed(executed: Executed, births: Sequence[Birth]) -> tuple[int, torch.Tensor]:
@@ -213,7 +266,7 @@ def _results(executed: Executed) -> list[int | None]:
 def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> dict[str, Any]:
     """Return a call's arguments by schema name, defaults included; tensors live where given, else as `Ref`."""
     arguments: dict[str, Any] = {}
-    for place, argument in enumerate(node.target._schema.arguments):  # noqa: SLF001  (FunctionSchema has no public accessor)
+    for place, argument in enumerate(node.target._schema.arguments):
         if place < len(node.args):
             arguments[argument.name] = node.args[place]
         elif argument.name in node.kwargs:

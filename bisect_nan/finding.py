@@ -77,7 +77,11 @@ class Symptom:
 
     def describe(self) -> str:
         """Return the symptom as a clause: `the gradient of layers.0.weight is nan (and 3 more)`."""
-        nouns = {"loss": "the loss", "gradient": f"the gradient of {self.name}", "optimizer": f"the optimizer's {self.name}"}
+        nouns = {
+            "loss": "the loss",
+            "gradient": f"the gradient of {self.name}",
+            "optimizer": f"the optimizer's {self.name}",
+        }
         noun = nouns.get(self.kind, f"the {self.kind} {self.name}")
         more = f" (and {self.others} more)" if self.others else ""
         return f"{noun} is {' and '.join(self.nonfinite)}{more}"

@@ -1,8 +1,8 @@
 """Faults behind a fault: badness that passes through finite values before it shows again.
 
-`x / inf` and `exp(-inf)` are 0, and 0 / 0 further down has only healthy inputs. So the zeros that a birth was made of (and values at
-the very end of the range, which `nan_to_num` makes) are followed back through healthy values to infinities, and from there on to
-where these were born. Interventions then decide whether they are the root.
+`x / inf` and `exp(-inf)` are 0, and 0 / 0 further down has only healthy inputs. So the zeros that a birth was made of (and values
+at the very end of the range, which `nan_to_num` makes) are followed back through healthy values to infinities, and from there on
+to where these were born. Interventions then decide whether they are the root.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from bisect_nan.influence import depended_on, is_number
 from bisect_nan.intent import Intent
 from bisect_nan.replay import Executed, Run
 from bisect_nan.stretch import Checkpoint, Stretch
-from bisect_nan.trace import Birth, Marks, Origin, Trail, of
+from bisect_nan.trace import Birth, Marks, Origin, Trail
 
 
 class Census:
     """Knows where a run makes bad values at all: without any there is nothing to follow, which is the usual case."""
 
-    def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, dependence: Dependence) -> None:
+    def __init__(
+        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, dependence: Dependence
+    ) -> None:
         """Prepare; nothing is run before the first question.
 
         Args:
@@ -55,7 +57,7 @@ class Census:
     def _roots(self, birth: Birth, *, everything: bool = False, zeros_only: bool = False) -> list[Birth]:
         walk = _Walk(self._stretch, self._checkpoints, self._intent, birth, everything, zeros_only)
         walk.follow(self._stretch.cut_after(birth.node))
-        return [*of(walk.births, Origin.MADE), *of(walk.births, Origin.UNWRITTEN)]
+        return [birth for birth in walk.births if birth.origin is not Origin.WRITTEN]
 
     def _count(self, cut: int) -> None:
         """Note the calls before a cut that make bad values which are not meant."""
@@ -72,8 +74,9 @@ class Census:
 
     def _makes(self, executed: Executed) -> bool:
         masks = {n: finite.mask(made) for n, made in executed.content.items() if self._stretch.fills(executed.node, n)}
-        born = any(bool(split(executed, n, mask).born.any()) for n, mask in masks.items() if bool(mask.any()))
-        return born and not self._intent.wrote(executed)
+        parts = [split(executed, n, mask) for n, mask in masks.items() if bool(mask.any())]
+        born = any(bool(part.born.any()) for part in parts) and not self._intent.wrote(executed)
+        return born or any(bool(part.converted.any()) for part in parts)
 
 
 class _Walk(Trail):
@@ -134,6 +137,8 @@ def _edges(executed: Executed, needed: Mapping[int, torch.Tensor]) -> dict[int, 
     kept = {}
     for number, mask in needed.items():
         tensor = executed.inputs[number]
+        edge = tensor == 0
         if is_number(tensor):
-            kept[number] = mask & ((tensor == 0) | ~(tensor.abs() < torch.finfo(tensor.dtype).max))
+            edge |= ~(tensor.abs() < torch.finfo(tensor.dtype).max)
+        kept[number] = mask & edge
     return kept

@@ -1,12 +1,12 @@
 """Which input elements the elements of one call's result are computed from.
 
-Elementwise calls are answered by position. Of any other call the derivative on healthy values tells; those are in the order of the
-actual values, so that a selection selects the same elements.
+Elementwise calls are answered by position. Of any other call the derivative on healthy values tells; those are in the order of
+the actual values, so that a selection selects the same elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,7 +29,7 @@ def depended_on(executed: Executed, number: int, mask: torch.Tensor) -> Env:
     seen = aligned(executed, number, {n: torch.ones_like(t, dtype=torch.bool) for n, t in executed.inputs.items()})
     if seen is not None:
         return {n: gathered(mask & m, executed.inputs[n].shape) for n, m in seen.items()}
-    found = influence(executed, number, mask)
+    found = influence(executed, number, mask) or _derivative(executed, number, mask, counts=True)
     if name(executed.node) == "embedding":
         indices = executed.node.args[1].value
         found[indices] = mask.any(-1)
@@ -91,18 +91,26 @@ def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
     return found
 
 
-def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool) -> Env:
-    inputs = {n: t for n, t in executed.inputs.items() if is_number(t) and t.layout is torch.strided}
+def _derivative(
+    executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool = True, counts: bool = False
+) -> Env:
+    """Return the input elements with a nonzero derivative; with `counts`, integers and bools are taken for numbers, too."""
+    inputs = {n: t for n, t in executed.inputs.items() if (counts or is_number(t)) and t.layout is torch.strided}
     leaves = {n: ordered(t, nan_highest=nan_highest).requires_grad_() for n, t in inputs.items()}
     try:
         with torch.enable_grad():
-            made = executed.differentiably({n: leaves[n] * 1 if n in leaves else t for n, t in executed.inputs.items()})[number]
+            made = executed.differentiably(
+                {n: leaves[n] * 1 if n in leaves else t for n, t in executed.inputs.items()}
+            )[number]
             if not made.requires_grad:
                 return {}
-            weights = mask * distinct(made)  # with equal ones a row of a softmax, whose sum is constant, would depend on nothing
-            folded = (made * weights).sum()  # a scalar: seeds of another shape would make torch import all of sympy
+            # With equal weights a row of a softmax, whose sum is constant, would depend on nothing. The sum is a scalar because
+            # seeds of another shape would make torch import all of sympy.
+            folded = (made * (mask * distinct(made))).sum()
             folded = folded.real + folded.imag if folded.is_complex() else folded
-            gradients = torch.autograd.grad(folded, list(leaves.values()), allow_unused=True)
+            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                folded, list(leaves.values()), allow_unused=True
+            )
     except (RuntimeError, NotImplementedError):
         return {}  # no derivative
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}
@@ -110,7 +118,7 @@ def _derivative(executed: Executed, number: int, mask: torch.Tensor, *, nan_high
 
 def name(node: Node) -> str:
     """Return the name of a call without namespace, overload and the underscore of in-place calls."""
-    called: str = node.target._schema.name.split("::")[1]  # noqa: SLF001  (FunctionSchema has no public accessor)
+    called: str = node.target._schema.name.split("::")[1]
     return called.removesuffix("_")
 
 

@@ -27,11 +27,11 @@ class Intent:
         self._parameters = {p.value for p in program.placeholders if p.phase is Phase.PARAMETER}
 
     def wrote(self, executed: Executed) -> bool:
-        """Whether infinities that a call made are meant: an infinite literal, or the logarithm of a 0/1 mask that is not learned."""
+        """Whether infinities that a call made are meant: an infinite literal, or the logarithm of a 0/1 mask (not a learned one)."""
         node = executed.node
         if any(math.isinf(literal) for literal in node.literals):
             return True
-        if node.target._schema.name not in _LOGARITHMS:  # noqa: SLF001  (FunctionSchema has no public accessor)
+        if node.target._schema.name not in _LOGARITHMS:
             return False
         (source,) = executed.inputs.values()
         zero, one = source == 0, source == 1

@@ -36,7 +36,7 @@ class Lines:
         self._known: dict[tuple[str, int, str], SourceLine] = {}
 
     def caller(self) -> SourceLine | None:
-        """Return the user's line, or None when the call was made by the autograd engine itself or by an optimizer of torch."""
+        """Return the user's line, or None when the autograd engine made the call, or the recording itself."""
         frame, unnamed, kinds = sys._getframe(2), None, self._kinds
         while frame is not None:
             code = frame.f_code

@@ -49,7 +49,7 @@ def ordered(tensor: torch.Tensor, *, nan_highest: bool = True) -> torch.Tensor:
 
 
 def tamed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor (a real dense one) clipped to the fourth root of its range, so that neither squares nor sums of it overflow."""
+    """Return a real dense tensor clipped to the fourth root of its range: neither squares nor sums of it overflow."""
     if tensor.is_complex() or tensor.layout is not torch.strided:
         return tensor
     limit = torch.finfo(tensor.dtype).max ** 0.25

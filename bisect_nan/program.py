@@ -208,7 +208,7 @@ class Program:
             args, kwargs = substitute(node.args, made.__getitem__), substitute(dict(node.kwargs), made.__getitem__)
             call = graph.call_function(node.target, args, kwargs)
             call.meta.update(index=node.index, source=node.source, module=node.module, phase=node.phase)
-            returns = node.target._schema.returns  # noqa: SLF001  (FunctionSchema has no public accessor)
+            returns = node.target._schema.returns
             single = len(node.outputs) == 1 and len(returns) == 1 and str(returns[0].type) == "Tensor"
             for place, value in enumerate(node.outputs):
                 if value is not None and value not in made:

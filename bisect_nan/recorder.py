@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._forwards: dict[
             tuple[int, int], int
         ] = {}  # thread and number of an autograd node -> call that it differentiates
-        self._threads: list[int] = []
+        self._threads: dict[int, int] = {}  # thread -> the newest of its autograd nodes that is known
         self._known, self._shown = self.values.known, self.values.shown
         self._draws = Draws()
         self._lines = Lines()
@@ -118,11 +118,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         return result
 
     def _remember_forward(self, made_for: tuple[int, int], index: int) -> None:
-        """Remember which call the newest autograd node of a thread differentiates: the first that was seen after it was made."""
-        if made_for not in self._forwards:
-            self._forwards[made_for] = index
-            if made_for[0] not in self._threads:
-                self._threads.append(made_for[0])
+        """Remember which call the newest autograd nodes of a thread differentiate: the first that was seen after they were made.
+
+        Function transforms (`torch.func.grad`) make a node at each of their levels for the same call.
+        """
+        thread, newest = made_for
+        latest = self._threads.get(thread, newest - 1)
+        for number in range(latest + 1, newest + 1):
+            self._forwards[thread, number] = index
+        self._threads[thread] = max(latest, newest)
 
     def _running_derivative(self) -> tuple[str | None, int]:
         """Return the name of the autograd node that runs now, and the call that it is the derivative of (else -1).

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.program import NO_STORAGE
@@ -38,6 +36,28 @@ class Pass:
     probes: int = 0
     _bad: dict[int, NonFinite] = field(default_factory=dict)
 
+    def look(self, stretch: Stretch, since: int) -> None:
+        """Take a checkpoint and note what the frontier holds; only what changed since the last look is read again."""
+        start, run = time.perf_counter(), self.run
+        values = stretch.program.values
+
+        def fresh(number: int) -> bool:
+            storage = values[number].storage
+            return not self.checkpoints or storage == NO_STORAGE or stretch.changed(storage, since, run.cut)
+
+        changed = {number: tensor for number, tensor in run.env.items() if fresh(number)}
+        self._bad = {n: kinds for n, kinds in self._bad.items() if n in run.env and n not in changed}
+        if finite.probe(changed.values()):
+            flags = {number: finite.kinds(tensor) for number, tensor in changed.items()}
+            self._bad |= {number: kinds for number, kinds in flags.items() if kinds}
+        found = NonFinite(0)
+        for kinds in self._bad.values():
+            found |= kinds
+        self.probe_seconds += time.perf_counter() - start
+        self.probes += 1
+        self.checkpoints.append(run.checkpoint())
+        self.frontier.append(found)
+
     def clean_before(self, cut: int, kinds: NonFinite) -> Checkpoint | None:
         """Return the last checkpoint before `cut` whose frontier is free of `kinds`; all behind it are dirty."""
         pairs = zip(self.checkpoints, self.frontier, strict=True)
@@ -57,12 +77,12 @@ def walk(
     """Run a stretch from cut 0 to `cut`, with a checkpoint and a probe at cuts of about equal cost."""
     run = Run(stretch, start, edits, state)
     done = Pass(run, [])
-    _look(done, stretch, 0)
+    done.look(stretch, 0)
     for stop in [*_stops(stretch, cut), cut]:
         since = run.cut
         run.advance(stop)
         if stop < cut:
-            _look(done, stretch, since)
+            done.look(stretch, since)
         if progress is not None:
             progress(stop, len(stretch))
     return done
@@ -71,26 +91,3 @@ def walk(
 def _stops(stretch: Stretch, cut: int) -> Sequence[int]:
     count = min(_SECTIONS, max(2, cut // 4))
     return sections(stretch.costs[:cut], count) if cut > 1 else []
-
-
-def _look(done: Pass, stretch: Stretch, since: int) -> None:
-    """Take a checkpoint and note what the frontier holds; only what changed since the last look is read again."""
-    start, run = time.perf_counter(), done.run
-    values = stretch.program.values
-
-    def fresh(number: int) -> bool:
-        storage = values[number].storage
-        return not done.checkpoints or storage == NO_STORAGE or stretch.changed(storage, since, run.cut)
-
-    changed: dict[int, torch.Tensor] = {number: tensor for number, tensor in run.env.items() if fresh(number)}
-    done._bad = {n: kinds for n, kinds in done._bad.items() if n in run.env and n not in changed}
-    if finite.probe(changed.values()):
-        flags = {number: finite.kinds(tensor) for number, tensor in changed.items()}
-        done._bad |= {number: kinds for number, kinds in flags.items() if kinds}
-    found = NonFinite(0)
-    for kinds in done._bad.values():
-        found |= kinds
-    done.probe_seconds += time.perf_counter() - start
-    done.probes += 1
-    done.checkpoints.append(run.checkpoint())
-    done.frontier.append(found)

@@ -26,7 +26,10 @@ class Samples:
         inputs = [
             p.value
             for p in program.placeholders
-            if p.phase is Phase.INPUT and p.name.startswith("batch") and not p.constant and program.values[p.value].shape
+            if p.phase is Phase.INPUT
+            and p.name.startswith("batch")
+            and not p.constant
+            and program.values[p.value].shape
         ]  # the gradients that an update starts from are inputs, too, and have no samples
         sizes = Counter(program.values[value].shape[0] for value in inputs)
         self._size = sizes.most_common(1)[0][0] if sizes else 0

@@ -69,10 +69,10 @@ def eager() -> Iterator[None]:
     cond.py_kernels[key] = _branch
     cond._dispatch_cache.clear()
     torch.compile = _uncompiled
-    # Dynamo takes a second to import, and nothing can have been compiled without it.
-    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with stance:
+        # Dynamo takes a second to import, and nothing can have been compiled without it.
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
             yield
     finally:
         torch.compile = compiler

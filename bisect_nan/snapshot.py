@@ -53,7 +53,7 @@ class Snapshot:
     path: Path | None = None
 
     @classmethod
-    def capture(  # noqa: PLR0913  (what a step is, and what is known about it)
+    def capture(
         cls,
         model: Any,
         batch: Any,

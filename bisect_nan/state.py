@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan import finite
@@ -247,12 +248,14 @@ class _Shown:
                 registered.clear()  # autograd goes on calling the old ones, whatever the attribute is set to
                 setattr(tensor, name, hooks)
         if self._leaf:
-            tensor.requires_grad_(self._needs_gradient)
-            tensor.grad = self._gradient
+            if tensor.requires_grad is not self._needs_gradient:
+                tensor.requires_grad_(self._needs_gradient)
+            if tensor.grad is not self._gradient:
+                tensor.grad = self._gradient
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided:
+    if is_lazy(one) or one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided:
         return True  # nothing to compare; such tensors cannot be recorded anyway
     geometry = one.shape, one.stride(), one.storage_offset(), one.dtype
     return one.is_set_to(other) and geometry == (other.shape, other.stride(), other.storage_offset(), other.dtype)

@@ -119,7 +119,11 @@ class Trail:
     """
 
     def __init__(
-        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, edits: Mapping[int, Edit] | None = None
+        self,
+        stretch: Stretch,
+        checkpoints: Sequence[Checkpoint],
+        intent: Intent,
+        edits: Mapping[int, Edit] | None = None,
     ) -> None:
         """Prepare a walk.
 
@@ -200,7 +204,9 @@ def _folds(executed: Executed, number: int, mask: torch.Tensor) -> bool:
     return sum(int(part.sum()) for part in needed.values()) > int(mask.sum())
 
 
-def execute(stretch: Stretch, checkpoint: Checkpoint, cut: int, edits: Mapping[int, Edit] | None = None) -> list[Executed]:
+def execute(
+    stretch: Stretch, checkpoint: Checkpoint, cut: int, edits: Mapping[int, Edit] | None = None
+) -> list[Executed]:
     """Run from a checkpoint to a cut and keep every call with its live values."""
     calls: list[Executed] = []
     Run(stretch, checkpoint, edits).advance(cut, calls.append)

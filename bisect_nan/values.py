@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, SourceLine
@@ -74,7 +75,7 @@ class Values:
         """Say what a tensor from outside is called; of several names for the same the first wins.
 
         Raises:
-            RecordingError: It is a wrapper of tensors, or nested.
+            RecordingError: It is nested, a wrapper of tensors, or a parameter that waits for its first input.
         """
         require_plain(tensor, name)
         key = self.shown(tensor)
@@ -282,8 +283,11 @@ def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def require_plain(tensor: torch.Tensor, name: str) -> None:
-    """Raise RecordingError for a tensor that wraps others, so that it owns none of the memory that it stands for."""
+    """Raise RecordingError for a tensor without memory: one that wraps others, or a parameter that waits for its first input."""
     kind = type(tensor)
+    if is_lazy(tensor):
+        do = "run the model on one batch before the step is recorded"
+        raise RecordingError(f"{name} is a {kind.__name__}", "parameters with a shape", do)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise _unsupported(f"{name}, which is a {kind.__name__}")
 

@@ -46,6 +46,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, hole: torch.Tensor) -> torch.Tensor:
+        """Return x after attention and a feed-forward layer; `hole` (batch, tokens, 1) is 0 where the fault lies, else 1."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(self.before(x)).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         weights = (q @ k.mT / (width // HEADS) ** 0.5).softmax(-1)
@@ -68,6 +69,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, ids: torch.Tensor, hole: torch.Tensor) -> torch.Tensor:
+        """Return the logits of ids (batch, tokens)."""
         x = self.words(ids)
         for block in self.blocks:
             x = block(x, hole)
@@ -96,7 +98,7 @@ class Scan(TorchDispatchMode):
         super().__init__()
         self.bad, self.birth = bad, birth
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         healthy = not self.birth or not any(self._any(item) for item in [*args, *(kwargs or {}).values()])
         result = func(*args, **(kwargs or {}))
         if healthy and self._any(result):
@@ -184,9 +186,11 @@ def measure(size: str, fault: str, repeats: int) -> None:
                 unit = seconds(lambda: eager(model, batch))
                 ratios[name].append(seconds(run) / unit)
     culprit = finding.culprit
-    print(f"\n{layers} layers of width {width}, {fault} fault: {culprit.cause if culprit else finding.verdict.name}"
-          f" at {culprit.source if culprit else '?'}, {finding.search.nodes} nodes, {finding.search.executed} executed by the search,"
-          f" {finding.search.replayed} replayed, {finding.search.probes} probes")
+    print(
+        f"\n{layers} layers of width {width}, {fault} fault: {culprit.cause if culprit else finding.verdict.name}"
+        f" at {culprit.source if culprit else '?'}, {finding.search.nodes} nodes, {finding.search.executed} executed by the search,"
+        f" {finding.search.replayed} replayed, {finding.search.probes} probes"
+    )
     print("eager step (forward, backward) = 1")
     for name, found in ratios.items():
         print(f"  {name:30} {statistics.median(found):5.2f}   ({min(found):.2f} to {max(found):.2f})")
@@ -202,7 +206,9 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {platform.machine()}, {options.threads} thread(s), median of {options.repeats} (min to max)")
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {options.threads} thread(s), median of {options.repeats} (min to max)"
+    )
     for size in options.sizes:
         for fault in options.faults:
             measure(size, fault, options.repeats)

@@ -53,7 +53,9 @@ def planted(snapshot: Snapshot, place: int, number: int) -> Snapshot:
         cost=1e-6,
     )
     behind = [
-        dataclasses.replace(node, index=node.index + 1, forward=None if node.forward is None else node.forward + (node.forward > place))
+        dataclasses.replace(
+            node, index=node.index + 1, forward=None if node.forward is None else node.forward + (node.forward > place)
+        )
         for node in program.nodes[place + 1 :]
     ]
     changed = Program(
@@ -63,7 +65,9 @@ def planted(snapshot: Snapshot, place: int, number: int) -> Snapshot:
         targets=program.targets,
     )
     tensors = {**snapshot.tensors(), known: zeros, known + 1: ones}
-    return dataclasses.replace(snapshot, program=changed, _tensors=tensors, _live=(), observed=_symptom(changed, tensors))
+    return dataclasses.replace(
+        snapshot, program=changed, _tensors=tensors, _live=(), observed=_symptom(changed, tensors)
+    )
 
 
 def _writable(value: Value) -> bool:

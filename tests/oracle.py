@@ -28,7 +28,12 @@ class Verdict:
     answers: tuple[frozenset[int], ...]
 
 
-def run(program: RandomProgram, repaired: frozenset[int] = frozenset(), spared: dict[int, tuple[int, ...]] | None = None, repair: float = 1.0) -> tuple[bool, bool]:
+def run(
+    program: RandomProgram,
+    repaired: frozenset[int] = frozenset(),
+    spared: dict[int, tuple[int, ...]] | None = None,
+    repair: float = 1.0,
+) -> tuple[bool, bool]:
     """Execute a program once and return whether the loss, and whether all gradients, are finite."""
     model, batch = program.build(repaired, spared, repair)
     torch.manual_seed(program.seed)
@@ -70,4 +75,6 @@ def rows(program: RandomProgram, fault: int, verdict: Verdict) -> tuple[int, ...
     """Return the rows of a fault that make the symptom on their own, all other guilty faults repaired."""
     others = verdict.answers[0] - {fault}
     planted = sorted({row for f in program.faults if f.number == fault for row, _ in f.where})
-    return tuple(row for row in planted if not run(program, others, {fault: (row,)})[0 if verdict.symptom == "loss" else 1])
+    return tuple(
+        row for row in planted if not run(program, others, {fault: (row,)})[0 if verdict.symptom == "loss" else 1]
+    )

@@ -137,7 +137,9 @@ FORWARD = (
     Kind("(2e38 * (1 - {k}) + 1) * 2", "inf"),
     Kind("{q} * 0.0", "nan", before="{q} = torch.where({k} > 0, 1.0, float('inf'))"),
     Kind("{q} - {q}", "nan", before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('inf'))"),
-    Kind("{q}.softmax(-1)", "nan", True, before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('-inf'))"),
+    Kind(
+        "{q}.softmax(-1)", "nan", True, before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('-inf'))"
+    ),
     Kind("{p} / {p}.sum(-1, keepdim=True)", "nan", True),
     Kind("{p} / {p}.norm(dim=-1, keepdim=True)", "nan", True),
     Kind("{p}.log().mean(-1, keepdim=True).expand(4, 6)", "inf", True),
@@ -160,7 +162,11 @@ BACKWARD = (
 )
 """Faults whose value is finite and whose derivative is not."""
 
-PLANTING = ("{p} = ({a}.sigmoid() + 0.5) * {k}", "{p} = torch.where({m}, {a}.sigmoid() + 0.5, {k})", "{p} = {a}.sigmoid().add(0.5).mul_({k})")
+PLANTING = (
+    "{p} = ({a}.sigmoid() + 0.5) * {k}",
+    "{p} = torch.where({m}, {a}.sigmoid() + 0.5, {k})",
+    "{p} = {a}.sigmoid().add(0.5).mul_({k})",
+)
 
 MASKING = (
     "torch.where({m}, {a}, 0.5)",
@@ -220,7 +226,12 @@ class RandomProgram:
         step: Callable[[Any, Any], torch.Tensor] = scope["step"]
         return step
 
-    def build(self, repaired: frozenset[int] = frozenset(), spared: dict[int, tuple[int, ...]] | None = None, repair: float = 1.0) -> tuple[nn.Module, dict[str, Any]]:
+    def build(
+        self,
+        repaired: frozenset[int] = frozenset(),
+        spared: dict[int, tuple[int, ...]] | None = None,
+        repair: float = 1.0,
+    ) -> tuple[nn.Module, dict[str, Any]]:
         """Return model and batch, with `repair` in the place of the zeros of some faults; of faults in `spared` only these rows stay."""
         generator = torch.Generator().manual_seed(self.seed)
         model = nn.Module()
@@ -258,12 +269,23 @@ class RandomProgram:
                 sound[row, column] = False
             batch[f"sound_{fault.number}"] = sound
             good = [row for row in range(ROWS) if row not in bad]
-            batch[f"rows_{fault.number}"] = torch.tensor([row if row in good or not good else good[0] for row in range(ROWS)])
+            batch[f"rows_{fault.number}"] = torch.tensor(
+                [row if row in good or not good else good[0] for row in range(ROWS)]
+            )
         return model, batch
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, backward: bool = False, least: int = 0, most: int = 4, length: int = 14, hiding: bool = False, state: bool = False) -> RandomProgram:
+def programs(
+    draw: st.DrawFn,
+    *,
+    backward: bool = False,
+    least: int = 0,
+    most: int = 4,
+    length: int = 14,
+    hiding: bool = False,
+    state: bool = False,
+) -> RandomProgram:
     """Draw programs with up to `most` faults, each masked, or not, by whatever comes after it."""
     lines = ["v0 = batch['x'] * 1", "v1 = batch['y'] * model.b"]
     names = ["v0", "v1"]
@@ -279,7 +301,15 @@ def programs(draw: st.DrawFn, *, backward: bool = False, least: int = 0, most: i
         action = 9 if steps - step <= least - len(faults) else draw(st.integers(0, 9))
         if action >= 7 and len(faults) < most:
             number, kind = len(faults), draw(kinds)
-            slots = {"a": a, "b": b, "k": f"model.keep_{number}", "m": f"batch['sound_{number}']", "p": f"p{number}", "q": f"q{number}", "i": number}
+            slots = {
+                "a": a,
+                "b": b,
+                "k": f"model.keep_{number}",
+                "m": f"batch['sound_{number}']",
+                "p": f"p{number}",
+                "q": f"q{number}",
+                "i": number,
+            }
             lines.append(draw(st.sampled_from(PLANTING)).format(**slots))
             if kind.before:
                 lines.append(kind.before.format(**slots))
@@ -287,7 +317,11 @@ def programs(draw: st.DrawFn, *, backward: bool = False, least: int = 0, most: i
             lines.append(f"{name} = {kind.text.format(**slots)}")
             cells = st.tuples(st.integers(0, ROWS - 1), st.integers(0, COLUMNS - 1))
             rows = sorted(draw(st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=2)))
-            where = [(r, c) for r in rows for c in range(COLUMNS)] if kind.rows else sorted(draw(st.sets(cells, min_size=1, max_size=3)))
+            where = (
+                [(r, c) for r in rows for c in range(COLUMNS)]
+                if kind.rows
+                else sorted(draw(st.sets(cells, min_size=1, max_size=3)))
+            )
             name_of = kind.makes.format(i=number) if kind in STATE else ""
             faults.append(Fault(number, len(lines) + 1, tuple(where), name_of))
             if draw(st.booleans()):
@@ -306,7 +340,14 @@ def programs(draw: st.DrawFn, *, backward: bool = False, least: int = 0, most: i
         if draw(st.integers(0, 4)) == 0:
             tails.append(name)
     tails = list(dict.fromkeys([*tails, names[-1]]))
-    ends = ("{t}.mean()", "{t}.square().mean()", "{t}.abs().sum() / 9", "{t}[0].mean()", "{t}[:, 1:].mean()", "{t}.tanh().mean()")
+    ends = (
+        "{t}.mean()",
+        "{t}.square().mean()",
+        "{t}.abs().sum() / 9",
+        "{t}[0].mean()",
+        "{t}[:, 1:].mean()",
+        "{t}.tanh().mean()",
+    )
     total = " + ".join(draw(st.sampled_from(ends)).format(t=tail) for tail in tails)
     lines.append(f"loss = {total} + 0.01 * v1.mean()")
     lines.append("return loss")

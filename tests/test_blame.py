@@ -34,7 +34,7 @@ def test_elementwise_calls_are_answered_by_position() -> None:
 
 
 def test_infinities_that_become_nan_are_converted() -> None:
-    """inf - inf is NaN made of infinities; NaN - 1 is not."""
+    """The difference inf - inf is NaN made of infinities; NaN - 1 is not."""
     executed, number = call(torch.sub, torch.tensor([INF, NAN, INF]), torch.tensor([INF, 1.0, 1.0]), op="sub")
     parts = blame.split(executed, number, finite.mask(executed.content[number]))
     assert parts.converted.tolist() == [True, False, False]
@@ -43,7 +43,10 @@ def test_infinities_that_become_nan_are_converted() -> None:
 @pytest.mark.parametrize(
     ("function", "read"),
     [
-        (lambda x, y: torch.where(torch.tensor([True, False, True]), x, y), [[True, False, False], [False, True, False]]),
+        (
+            lambda x, y: torch.where(torch.tensor([True, False, True]), x, y),
+            [[True, False, False], [False, True, False]],
+        ),
         (lambda x, y: x.masked_fill(torch.tensor([True, False, True]), NAN) + 0 * y, None),
         (lambda x, y: x.clone().copy_(y), [[False, False, False], [True, True, False]]),
     ],
@@ -91,7 +94,7 @@ def test_a_singular_stand_in_is_no_fault_of_the_call() -> None:
 
 
 def test_the_huge_neighbours_of_an_overflow_are_the_same_fault() -> None:
-    """inf among numbers near the end of the range: their sum overflows on the neighbours alone, and is still inherited."""
+    """An infinity among numbers near the end of the range: their sum overflows on the neighbours alone, and is still inherited."""
     executed, number = call(lambda x: x.sum(-1), torch.tensor([[INF, 3e38, 3e38], [1.0, 1.0, 1.0]]), op="sum")
     parts = blame.split(executed, number, finite.mask(executed.content[number]))
     assert parts.inherited.tolist() == [True, False]
@@ -173,7 +176,9 @@ def test_neutralising_the_responsible_inputs_heals(name: str, data: st.DataObjec
         tensors.append(tensor)
     executed, number = call(function, *tensors, op=op)
     bad = finite.mask(executed.content[number])
-    chosen = bad & torch.tensor(data.draw(st.lists(st.booleans(), min_size=bad.numel(), max_size=bad.numel()))).reshape(bad.shape)
+    chosen = bad & torch.tensor(data.draw(st.lists(st.booleans(), min_size=bad.numel(), max_size=bad.numel()))).reshape(
+        bad.shape
+    )
     parts = blame.split(executed, number, chosen)
     assert not parts.born.any()
     assert parts.inherited.equal(chosen)

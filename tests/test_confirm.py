@@ -107,7 +107,9 @@ def test_no_neutral_value_touches_what_others_made(neutral: Callable[..., Any]) 
     ],
     ids=["deviation", "determinant", "divisor"],
 )
-def test_a_neutral_value_that_makes_a_fault_of_its_own_is_no_evidence(healthy_only_with: Callable[..., torch.Tensor]) -> None:
+def test_a_neutral_value_that_makes_a_fault_of_its_own_is_no_evidence(
+    healthy_only_with: Callable[..., torch.Tensor],
+) -> None:
     """Several neutral values are tried, and one that heals is enough."""
     inter, program = court(lambda _, x: healthy_only_with(x).sum(), torch.zeros(4))
     assert inter.heals([*(birth_of(program, index) for index in range(len(program.nodes)) if is_log(program, index))])
@@ -115,7 +117,10 @@ def test_a_neutral_value_that_makes_a_fault_of_its_own_is_no_evidence(healthy_on
 
 def is_log(program: Program, index: int) -> bool:
     """Whether a call is a logarithm of the zeros."""
-    return program.nodes[index].target._schema.name == "aten::log" and len(program.values[program.nodes[index].outputs[0] or 0].shape) == 1
+    return (
+        program.nodes[index].target._schema.name == "aten::log"
+        and len(program.values[program.nodes[index].outputs[0] or 0].shape) == 1
+    )
 
 
 def birth_of(program: Program, index: int) -> Birth:
@@ -186,7 +191,9 @@ def test_unwritten_memory_is_replaced_even_where_it_is_finite() -> None:
 
 def test_two_ways_of_healing_can_differ() -> None:
     """Whether the rest of a tensor's infinities matter shows when they are neutralised as well."""
-    snapshot = Snapshot.capture(None, torch.tensor([[INF, 1.0], [INF, INF]]), lambda _, b: (-b).softmax(1).square().sum())
+    snapshot = Snapshot.capture(
+        None, torch.tensor([[INF, 1.0], [INF, INF]]), lambda _, b: (-b).softmax(1).square().sum()
+    )
     stretch = stretch_of(snapshot.program)
     inter = Interventions(stretch, [stretch.start(snapshot.tensors())], [snapshot.program.targets.loss])
     (placeholder,) = snapshot.program.placeholders

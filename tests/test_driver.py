@@ -21,7 +21,9 @@ from bisect_nan import Finding, Phase, Snapshot, Verdict, locate
 from bisect_nan.finding import SearchCost
 from bisect_nan.reproduce import Pass, walk
 
-FEW = settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+FEW = settings(
+    max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 
 
 def capture(program: RandomProgram) -> Snapshot:

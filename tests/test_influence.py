@@ -15,7 +15,9 @@ from torch.nn import functional
 from bisect_nan.influence import depended_on
 
 
-def sources(function: Callable[..., torch.Tensor], op: str, place: int, *tensors: torch.Tensor) -> list[list[int] | None]:
+def sources(
+    function: Callable[..., torch.Tensor], op: str, place: int, *tensors: torch.Tensor
+) -> list[list[int] | None]:
     """Return, for each input of a call, the flat places that one element of its result depends on; None where that is unknown."""
     executed, number = call(function, *tensors, op=op)
     mask = torch.zeros(executed.content[number].shape, dtype=torch.bool)
@@ -45,9 +47,7 @@ X = torch.arange(12.0).reshape(3, 4)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_sources(
-    function: Callable[..., torch.Tensor], op: str, place: int, expected: list[list[int] | None]
-) -> None:
+def test_sources(function: Callable[..., torch.Tensor], op: str, place: int, expected: list[list[int] | None]) -> None:
     """Elementwise calls are answered by position, others by their derivative in the order of the actual values."""
     assert sources(function, op, place, X) == expected
 

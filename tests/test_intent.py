@@ -70,7 +70,7 @@ def test_accidents_are_not(function: Callable[[nn.Module, torch.Tensor], torch.T
         ([0.0, -INF, NAN], False),
     ],
 )
-def test_what_looks_like_a_mask(values: list[float], mask: bool) -> None:  # noqa: FBT001  (a column of the table)
+def test_what_looks_like_a_mask(values: list[float], mask: bool) -> None:
     """Infinities, no NaN, and one other value at most."""
     assert is_mask(torch.tensor(values)) is mask
 

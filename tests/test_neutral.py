@@ -41,7 +41,7 @@ def test_distinct_values(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("highest", [True, False])
-def test_ordered_values(highest: bool) -> None:  # noqa: FBT001  (the parameter under test)
+def test_ordered_values(highest: bool) -> None:
     """Healthy, distinct and in the order of the originals; NaN stands at one end or the other."""
     x = torch.tensor([[0.3, NAN, -INF], [INF, 0.1, 7.0]])
     healthy = neutral.ordered(x, nan_highest=highest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -153,14 +153,13 @@ def test_derivatives_are_told_apart_where_two_threads_numbered_them() -> None:
     recorder, results = Recorder(), {}
     x = torch.ones(3, requires_grad=True)
 
-    def forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def forward(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         with recorder:
-            results[function] = function(x)
+            return function(x)
 
-    for function in (torch.exp, torch.sin):
-        thread = threading.Thread(target=forward, args=(function,))
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:  # both alive, so that they differ
+        results[torch.exp] = first.submit(forward, torch.exp).result()
+        results[torch.sin] = second.submit(forward, torch.sin).result()
     with recorder:
         torch.autograd.backward(results[torch.exp] * results[torch.sin], torch.ones(3))
     nodes = recorder.finish(Targets()).nodes
@@ -274,6 +273,12 @@ def test_what_cannot_be_recorded_is_said(make: Callable[[torch.Tensor], torch.Te
     """Nested and quantised tensors, and sparse ones that are changed in place, end in one clear error."""
     with pytest.raises(RecordingError, match=said):
         record(*applied(make))
+
+
+def test_parameters_that_wait_for_their_first_input_are_refused() -> None:
+    """A lazy module has to see one batch before its step can be recorded."""
+    with pytest.raises(RecordingError, match="UninitializedParameter"):
+        record(nn.LazyLinear(3), torch.randn(5, 6), squared)
 
 
 def test_memory_that_grows_is_refused() -> None:

@@ -19,7 +19,9 @@ NAN, INF = math.nan, math.inf
 ROWS = 5
 
 
-def rows_of(function: Callable[[dict[str, torch.Tensor]], torch.Tensor], op: str, place: int, **batch: Any) -> tuple[int, ...]:
+def rows_of(
+    function: Callable[[dict[str, torch.Tensor]], torch.Tensor], op: str, place: int, **batch: Any
+) -> tuple[int, ...]:
     """Return the rows of one element of the first result of a call."""
     snapshot = Snapshot.capture(None, batch, lambda _, b: function(b).sum())
     stretch = stretch_of(snapshot.program)

@@ -20,7 +20,9 @@ from bisect_nan.trace import Birth, Marks, Origin, Trail
 NAN, INF = math.nan, math.inf
 
 
-def trail_of(step: Callable[[Any, Any], torch.Tensor], batch: Any, model: nn.Module | None = None) -> tuple[Trail, Snapshot]:
+def trail_of(
+    step: Callable[[Any, Any], torch.Tensor], batch: Any, model: nn.Module | None = None
+) -> tuple[Trail, Snapshot]:
     """Follow a step's loss back."""
     snapshot = Snapshot.capture(model, batch, step)
     stretch = stretch_of(snapshot.program)
@@ -86,7 +88,7 @@ def test_sparse_tensors_have_no_memory_and_are_followed_all_the_same() -> None:
 
 
 def test_an_infinity_is_the_root_of_a_nan() -> None:
-    """inf - inf is noted as made of infinities, and the call that made them as their birth."""
+    """The difference inf - inf is noted as made of infinities, and the call that made them as their birth."""
     trail, snapshot = trail_of(lambda _, x: (x.exp() - x.exp()).sum(), torch.tensor([1.0, 1000.0]))
     origins = {origin for _, _, origin in seen(trail, snapshot)}
     assert origins == {Origin.TURNED, Origin.MADE}

@@ -74,7 +74,7 @@ def cut(names: Sequence[str]) -> str:
 
 def symptom(finding: Finding) -> str:
     """Describe the symptom, after the loss where that is something else."""
-    assert finding.symptom is not None  # noqa: S101  (callers ask first)
+    assert finding.symptom is not None
     described = finding.symptom.describe()
     if finding.symptom.kind == "loss" or finding.loss is None:
         return described
