@@ -217,7 +217,7 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
         "log_of_negative",
         lambda: run_one(
             aten.where.self,
-            torch.tensor(True),  # noqa: FBT003
+            torch.tensor(True),
             torch.tensor(NAN),
             torch.tensor(0.0),
             ancestors={"condition": ("eq", "_linalg_slogdet")},

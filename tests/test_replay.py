@@ -213,7 +213,7 @@ def test_the_hidden_context_managers_of_torch_are_as_known() -> None:
     weight = torch.ones(2, requires_grad=True)
     with as_recorded():
         assert torch.ops.aten.mul.Tensor(weight, 2.0).grad_fn is None
-        torch._C._set_grad_enabled(True)  # noqa: FBT003  (takes no keyword)
+        torch._C._set_grad_enabled(True)
         assert torch.is_grad_enabled()
         assert torch.ops.aten.mul.Tensor(weight, 2.0).grad_fn is None
     assert (weight * 2).grad_fn is not None

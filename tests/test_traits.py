@@ -119,7 +119,7 @@ def witness() -> Witness:
     with seen:
         mean, variance = torch.zeros(6), torch.ones(6)
         aten.batch_norm_update_stats(torch.randn(4, 6, 8), mean, variance, 0.1)
-        aten._native_batch_norm_legit(torch.randn(4, 6, 8), None, None, mean, variance, True, 0.1, 1e-5)  # noqa: FBT003
+        aten._native_batch_norm_legit(torch.randn(4, 6, 8), None, None, mean, variance, True, 0.1, 1e-5)
         functional.embedding(torch.tensor([1, 2]), torch.randn(5, 6) * 9, max_norm=1.0)
         functional.ctc_loss(torch.randn(5, 2, 4).log_softmax(2), torch.ones(2, 2).long(), (5, 5), (2, 2))
         torch.multinomial(torch.ones(5), 2)
