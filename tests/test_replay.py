@@ -15,6 +15,7 @@ from steps import STEPS, Case
 from bisect_nan.capture import Recording, record, scalar_loss
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
+from bisect_nan.finite import same
 from bisect_nan.replay import Executed, Run, as_recorded, own_generator
 from bisect_nan.stretch import Stretch
 
@@ -46,13 +47,6 @@ def run_eagerly(model: Any, batch: Any, step: Any) -> tuple[torch.Tensor, Mappin
     if loss.requires_grad:
         loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit."""
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def check(case: Case) -> Recording:
