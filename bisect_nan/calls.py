@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bisect_nan.finding import Phase, SourceLine
-from bisect_nan.program import Node
+from bisect_nan.program import Node, Tracking
 
 
 class Effects(NamedTuple):
@@ -22,6 +22,7 @@ class Effects(NamedTuple):
         autograd: Name of the autograd node that ran it.
         derived: Index of the call whose derivative it computes, or that the Python code around it belongs to; else -1.
         cost: Seconds.
+        tracked: How autograd knew its tensor arguments.
         random: Whether it draws random numbers.
         generator: State of the generator before it, where that was not left so by the previous draw.
     """
@@ -30,6 +31,7 @@ class Effects(NamedTuple):
     autograd: str | None = None
     derived: int = -1
     cost: float = 0.0
+    tracked: tuple[Tracking, ...] = ()
     random: bool = False
     generator: torch.Tensor | None = None
 
@@ -76,6 +78,7 @@ class Call(NamedTuple):
             source=self.source,
             cost=effects.cost,
             grad=self.grad,
+            tracked=effects.tracked,
             random=effects.random,
             generator=effects.generator,
             memory=memory,

@@ -108,7 +108,10 @@ def _check_arguments(node: Node, known: set[int]) -> None:
     if problem is not None:
         where, got, expected = problem
         raise wrong(f"node {node.index}, {where}", got, expected)
-    used = set(node.inputs())
+    given = list(node.inputs())
+    if node.tracked and len(node.tracked) != len(given):
+        raise wrong(f"node {node.index}, tracked", len(node.tracked), f"one for each of {len(given)} tensor arguments")
+    used = set(given)
     if not used <= known:
         got = f"value {min(used - known)} as an argument"
         raise wrong(f"node {node.index}", got, "values that exist before the call")

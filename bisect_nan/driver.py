@@ -34,6 +34,7 @@ from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Checkpoint, Stretch
 from bisect_nan.trace import Birth, Origin, Trail, execute, of
+from bisect_nan.trial import Trial
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how far it is, and how far it goes."""
@@ -43,7 +44,12 @@ _ATTEMPTS = 3
 
 
 def locate(
-    snapshot: Snapshot, *, search: str = "bisect", progress: Progress | None = None, careful: bool = False
+    snapshot: Snapshot,
+    *,
+    search: str = "bisect",
+    progress: Progress | None = None,
+    careful: bool = False,
+    remedies: bool = True,
 ) -> Finding:
     """Find the operation that made a recorded step non-finite.
 
@@ -52,6 +58,7 @@ def locate(
         search: `bisect`, or `scan` to probe after every call.
         progress: Told about long work.
         careful: Announce every call through `progress` before it runs, for steps that end the process.
+        remedies: Whether to execute changes until one makes the step finite, at most two executions of the step a culprit.
 
     Raises:
         ReplayError: A call of the program cannot be executed here.
@@ -61,13 +68,16 @@ def locate(
         cost = SearchCost(nodes=len(snapshot.program.nodes))
         return Finding(Verdict.CLEAN, search=cost, loss=snapshot.loss)
     with own_generator(), snapshot.environment.applied():
-        return _Case(snapshot, search, progress, careful).finding()
+        return _Case(snapshot, search, progress, careful, remedies).finding()
 
 
 class _Case:
     """One snapshot under investigation."""
 
-    def __init__(self, snapshot: Snapshot, method: str, progress: Progress | None, careful: bool) -> None:
+    def __init__(
+        self, snapshot: Snapshot, method: str, progress: Progress | None, careful: bool, remedies: bool
+    ) -> None:
+        self.remedies = remedies
         assert snapshot.observed is not None
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
@@ -223,10 +233,14 @@ class _Case:
     ) -> Finding:
         culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
-            culprits = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets).culprits(
-                births, innocents
-            )
+            examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets)
+            culprits = examination.culprits(births, innocents)
             self._stop("explain")
+            if self.remedies:
+                trial = Trial(self.snapshot, self.dependence, examination.sites)
+                found = zip(culprits, trial.remedies(), strict=True)
+                culprits = tuple(replace(culprit, remedy=remedy) for culprit, remedy in found)
+                self._stop("remedy")
         self.seconds["total"] = sum(self.seconds.values())
         cost = SearchCost(
             nodes=len(self.program.nodes),

@@ -11,15 +11,17 @@ key          content
 `modules`    module paths; the first is the empty one
 `autograd`   names of autograd nodes: `SqrtBackward0`
 `lines`      source lines: `[file, line number, function, text]`
-`values`     one record a value, by number: `[storage, dtype index, device index, shape, stride, offset, flags]`. Storage -1 is no
+`values`     one record a value, by number: `[storage, dtype index, device index, shape, stride, offset, flags,
+             autograd index]`, the last one for results of Python autograd Functions. Storage -1 is no
              memory of its own. Stride null (the default) is the row-major one, or the empty one for storage -1. Offset 0 and
              flags 0 are the defaults; flags add 1 for a lazily conjugated and 2 for a lazily negated view
 `nodes`      one record a call, in order: `[op index, arguments, outputs, cost, line index, flags, module index, forward,
-             autograd index, keyword arguments, written, generator, memory]`. Outputs and written are lists of value numbers, with
+             autograd index, keyword arguments, written, generator, memory, tracked]`. Outputs and written are lists of value numbers, with
              null for an undefined tensor; cost is in seconds; forward is a node's number. Flags add 0, 1 or 2 for forward,
              backward or optimizer, 4 if gradients were enabled, 8 if the call draws random numbers. Generator is the number of a
-             tensor of the manifest's `generators`, memory a tensor. Defaults: null, and 0, 0, null, null, {}, [], null, null from
-             flags on
+             tensor of the manifest's `generators`, memory a tensor. Tracked says for each tensor argument whether autograd did
+             not track it (0), tracked it (1), or knew it as a leaf (2). Defaults: null, and 0, 0, null, null, {}, [], null,
+             null, [] from flags on
 ===========  ===============================================================================================================
 
 How arguments are written says `bisect_nan.arguments`.
@@ -36,7 +38,7 @@ from bisect_nan.arguments import constant, device, read_argument, write_argument
 from bisect_nan.errors import SnapshotError
 from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.operators import resolve
-from bisect_nan.program import NO_STORAGE, Node, Value
+from bisect_nan.program import NO_STORAGE, Node, Tracking, Value
 from bisect_nan.strict_json import checked_text, clean, count, fields, items, number, within, wrong
 
 Encode = Callable[[torch.Tensor], Any]
@@ -49,8 +51,8 @@ _GRAD, _RANDOM = 4, 8
 _CONJ, _NEG = 1, 2
 
 _KEYS = ("ops", "dtypes", "devices", "modules", "autograd", "lines", "values", "nodes")
-_VALUE: tuple[Any, ...] = (None, None, None, None, None, 0, 0)
-_NODE: tuple[Any, ...] = (None, None, None, None, None, 0, 0, None, None, {}, [], None, None)
+_VALUE: tuple[Any, ...] = (None, None, None, None, None, 0, 0, None)
+_NODE: tuple[Any, ...] = (None, None, None, None, None, 0, 0, None, None, {}, [], None, None, [])
 """Records with the defaults of their trailing fields; the first four always stand."""
 _ALWAYS = 4
 
@@ -89,7 +91,10 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
     for value in values:
         flags = value.conj * _CONJ + value.neg * _NEG
         kind = [value.storage, dtypes[value.dtype], devices[value.device]]
-        value_records.append(_trimmed([*kind, list(value.shape), _stride(value), value.offset, flags], _VALUE))
+        function = autograd[value.function] if value.function else None
+        value_records.append(
+            _trimmed([*kind, list(value.shape), _stride(value), value.offset, flags, function], _VALUE)
+        )
     records = []
     for node in nodes:
         place = f"node {node.index} ({node.target})"
@@ -107,6 +112,7 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
             list(node.written),
             None if node.generator is None else generator(node.generator),
             None if node.memory is None else memory(node.memory),
+            list(map(int, node.tracked)),
         ]
         records.append(_trimmed(record, _NODE))
     for name in ops:
@@ -183,7 +189,7 @@ class _Decoder:
         self.values: list[Value] = []
 
     def value(self, _: int, item: Any) -> Value:
-        storage, dtype, home, shape, stride, offset, flags = _record(item, _VALUE)
+        storage, dtype, home, shape, stride, offset, flags, function = _record(item, _VALUE)
         sizes = _counts(shape, "shape")
         storage = NO_STORAGE if storage == NO_STORAGE else count(storage, "storage")
         usual = () if storage == NO_STORAGE else row_major(sizes)
@@ -197,11 +203,12 @@ class _Decoder:
             device=self._devices[count(home, "device", len(self._devices))],
             conj=bool(bits & _CONJ),
             neg=bool(bits & _NEG),
+            function="" if function is None else self._autograd[count(function, "autograd", len(self._autograd))],
         )
 
     def node(self, index: int, item: Any) -> Node:
-        op, args, outputs, cost, line, flags, module, forward, autograd, kwargs, written, state, held = _record(
-            item, _NODE
+        op, args, outputs, cost, line, flags, module, forward, autograd, kwargs, written, state, held, tracked = (
+            _record(item, _NODE)
         )
         bits = count(flags, "flags", 2 * _RANDOM)
         values = self.values
@@ -225,6 +232,7 @@ class _Decoder:
             source=None if line is None else self._lines[count(line, "line", len(self._lines))],
             cost=number(cost, "cost"),
             grad=bool(bits & _GRAD),
+            tracked=tuple([Tracking(known) for known in _counts(tracked, "tracked", len(Tracking))]),
             random=bool(bits & _RANDOM),
             generator=None if state is None else self._generator(state, "generator"),
             memory=None if held is None else self._memory(held, "memory"),

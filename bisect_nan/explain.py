@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -11,7 +10,8 @@ from bisect_nan import causes, finite
 from bisect_nan.causes.evidence import Call, Evidence, base_name
 from bisect_nan.dependence import Dependence
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
-from bisect_nan.program import Node, Ref, substitute
+from bisect_nan.program import Arguments, Node, Ref, named, substitute
+from bisect_nan.remedies import Site
 from bisect_nan.replay import Executed, Run
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Samples
@@ -71,7 +71,11 @@ _ANCESTORS = 24
 
 
 class Examination:
-    """Explains births, each with the values of one more execution of its call."""
+    """Explains births, each with the values of one more execution of its call.
+
+    Attributes:
+        sites: Where each explained culprit could be repaired, in the same order.
+    """
 
     def __init__(
         self, snapshot: Snapshot, stretch: Stretch, dependence: Dependence, done: Pass, targets: Sequence[int]
@@ -90,10 +94,14 @@ class Examination:
         self._program, self._symptom = snapshot.program, snapshot.observed.symptom
         self._stretch, self._dependence, self._done, self._targets = stretch, dependence, done, targets
         self._turned: set[int] = set()
+        self._infinities: tuple[int, ...] = ()
+        self._tensors = snapshot.tensors()
+        self.sites: list[Site] = []
         self._samples = Samples(snapshot.program, stretch, done.checkpoints)
 
     def culprits(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> tuple[Culprit, ...]:
         """Return one culprit for each place where births lie, the earliest first."""
+        self._infinities = tuple({birth.node for birth in innocents if birth.node >= 0 and birth.origin is Origin.MADE})
         self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
         places: dict[tuple[int, int], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):
@@ -112,7 +120,7 @@ class Examination:
         )
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
-        return Culprit(
+        culprit = Culprit(
             phase=phase,
             cause=entry.name,
             summary=entry.summary.format(op=placeholder.name, name=placeholder.name),
@@ -131,6 +139,8 @@ class Examination:
             chain=self._chain(users[0].index) if users else (),
             help=entry.help,
         )
+        self.sites.append(Site(self._program, self._dependence, self._tensors, culprit, None, None, None, birth.value))
+        return culprit
 
     def _call(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> Culprit:
         node = self._program.nodes[births[0].node]
@@ -150,7 +160,7 @@ class Examination:
         )
         entry, match = causes.diagnose(evidence)
         op = str(origin.target) if node.source is None and node.forward is not None else str(node.target)
-        return Culprit(
+        culprit = Culprit(
             phase=node.phase,
             cause=entry.name,
             summary=entry.summary.format(op=base_name(op).lstrip("_")),
@@ -169,6 +179,24 @@ class Examination:
             chain=self._chain(node.index),
             notes=match.notes,
             help=match.help or entry.help,
+        )
+        self.sites.append(self._site(culprit, origin, evidence))
+        return culprit
+
+    def _site(self, culprit: Culprit, origin: Node, evidence: Evidence) -> Site:
+        own = origin.index == culprit.node
+        call = evidence.call if own else evidence.forward if evidence.forward is not None else None
+        if call is None and self._stretch.has(origin.index):  # a derivative of a derivative
+            call = self._live(self._execute(origin))
+        return Site(
+            program=self._program,
+            dependence=self._dependence,
+            tensors=self._tensors,
+            culprit=culprit,
+            node=origin,
+            call=call,
+            evidence=evidence,
+            infinities=self._infinities,
         )
 
     def _written(self, innocents: Sequence[Birth]) -> tuple[SourceLine, ...]:
@@ -263,16 +291,9 @@ def _results(executed: Executed) -> list[int | None]:
     return [*node.outputs, *(number for number in node.written if number not in node.outputs)]
 
 
-def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-    """Return a call's arguments by schema name, defaults included; tensors live where given, else as `Ref`."""
-    arguments: dict[str, Any] = {}
-    for place, argument in enumerate(node.target._schema.arguments):
-        if place < len(node.args):
-            arguments[argument.name] = node.args[place]
-        elif argument.name in node.kwargs:
-            arguments[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
-            arguments[argument.name] = argument.default_value
+def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> Arguments:
+    """Return a call's arguments by schema name; tensors live where given, else as `Ref`."""
+    arguments = named(node.target, node.args, node.kwargs)
     return {name: substitute(item, tensors.__getitem__) if tensors else item for name, item in arguments.items()}
 
 

@@ -93,15 +93,19 @@ class Remedy:
 
     Attributes:
         name: Identifier of the change.
-        text: What to write, in one sentence.
-        verified: Whether it was executed on this step and the rest came out finite.
+        text: What to do, in one sentence.
+        verified: Whether it was executed on this step, and the loss and every gradient came out finite.
         loss: The loss after the change, when it was executed.
+        code: The line to write, or "" where the change is not one to a line.
+        outcome: What was seen when it was executed, or why that says nothing.
     """
 
     name: str
     text: str
     verified: bool = False
     loss: float | None = None
+    code: str = ""
+    outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ values by `Ref`. Views share a storage, in-place calls write to one: that is all
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,14 @@ class Ref:
     """An argument that is value number `value`."""
 
     value: int
+
+
+class Tracking(enum.IntEnum):
+    """How autograd knew an argument when a call of the forward pass ran; one value is known differently before and after `detach`."""
+
+    NO = 0
+    GRAPH = 1
+    LEAF = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,7 @@ class Value:
         device: Where it lives.
         conj: Whether it is a lazily conjugated view.
         neg: Whether it is a lazily negated view.
+        function: Name of the node of a Python autograd Function that returned it (`CheckpointFunctionBackward`); else "".
     """
 
     storage: int
@@ -57,6 +67,7 @@ class Value:
     device: torch.device
     conj: bool = False
     neg: bool = False
+    function: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,8 @@ class Node:
         source: Innermost Python line outside torch, or None for a derivative (see `Program.source`).
         cost: Seconds it took while recording.
         grad: Whether gradients were enabled: kernels may keep more for the backward pass then.
+        tracked: How autograd knew each tensor argument, in the order of `inputs()`; empty where gradients were not enabled or
+            nothing was tracked.
         random: Whether it draws random numbers.
         generator: State that the random generator must be set to before the call, where it is not the continuation of the
             previous random call; else None.
@@ -115,6 +128,7 @@ class Node:
     source: SourceLine | None
     cost: float
     grad: bool = False
+    tracked: tuple[Tracking, ...] = ()
     random: bool = False
     generator: torch.Tensor | None = None
     memory: torch.Tensor | None = None
@@ -229,6 +243,23 @@ def substitute(item: Any, tensor: Callable[[int], Any], generator: Callable[[int
     if isinstance(item, Mapping):
         return {key: substitute(part, tensor, generator) for key, part in item.items()}
     return item
+
+
+Arguments = dict[str, Any]
+"""The arguments of a call by schema name, defaults included."""
+
+
+def named(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Return the arguments of a call by schema name, with the defaults of those that it was not given."""
+    found: Arguments = {}
+    for place, argument in enumerate(target._schema.arguments):
+        if place < len(args):
+            found[argument.name] = args[place]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
 
 
 def tensors(item: Any) -> list[torch.Tensor | None]:

@@ -18,7 +18,7 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
-from bisect_nan.program import Program, Ref, Targets, tensors
+from bisect_nan.program import Program, Ref, Targets, Tracking, tensors
 from bisect_nan.traits import Traits
 from bisect_nan.uninitialized import Uninitialized
 from bisect_nan.values import Values, require_plain
@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         ] = {}  # thread and number of an autograd node -> call that it differentiates
         self._threads: dict[int, int] = {}  # thread -> the newest of its autograd nodes that is known
         self._known, self._shown = self.values.known, self.values.shown
+        self._without_graph: set[int] = set()  # values made while gradients were not enabled
         self._draws = Draws()
         self._lines = Lines()
 
@@ -91,6 +92,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if self._uninitialized and not traits.view:
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
+        tracked = _tracking([*args, *kwargs.values()]) if torch.is_grad_enabled() else ()
+        if tracked and self._without_graph:
+            self._note_functions([*args, *kwargs.values()])
         (autograd, derived), made_for = self._running_derivative(), (_thread(), _next_sequence() - 1)
 
         start = _clock()
@@ -104,7 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
         if written or len(values.storages) > known:
             self._remember_forward(made_for, index)
-            effects = Effects(written, autograd, derived, cost, traits.random, state)
+            effects = Effects(written, autograd, derived, cost, tracked, traits.random, state)
             self._write_down(func, node_args, node_kwargs, outputs, effects)
             if traits.uninitialized:
                 self._uninitialized.made(known, index)
@@ -155,7 +159,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if not module and effects.derived >= 0:
             module = self.calls[effects.derived].module
         source, grad = self._lines.caller(), torch.is_grad_enabled()
+        if not grad and self.phase is Phase.FORWARD:
+            self._without_graph.update([number for number in outputs if number is not None])
         self.calls.append(Call(target, args, kwargs, outputs, effects, self.phase, module, source, grad))
+
+    def _note_functions(self, items: list[Any]) -> None:
+        """Note which tracked arguments were returned by Python autograd Functions, whose own calls autograd does not see."""
+        for number, tensor in self._paired(items):
+            function: Any = tensor.grad_fn
+            if number in self._without_graph and isinstance(function, torch.autograd.function.BackwardCFunction):
+                self.values.functions.setdefault(number, type(function).__name__)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder.
@@ -209,7 +222,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         number = self.values.result(tensor, len(self.calls))
-        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,))
+        effects = Effects(tracked=_tracking([tensor]))
+        self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,), effects)
         return Ref(number)
 
     def _results(self, result: Any, index: int) -> tuple[int | None, ...]:
@@ -284,3 +298,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             expected = "plain tensors, or wrappers with __tensor_flatten__"
             raise RecordingError(got, expected, "run the step on plain tensors")
         return NotImplemented
+
+
+def _tracking(items: list[Any]) -> tuple[Tracking, ...]:
+    """Return how autograd knows the tensors among a call's arguments; nothing when it knows none of them."""
+    known = []
+    for item in items:
+        if isinstance(item, _Tensor):
+            known.append((Tracking.LEAF if item.is_leaf else Tracking.GRAPH) if item.requires_grad else Tracking.NO)
+        elif isinstance(item, list | tuple):
+            inner = [part for part in tensors(item) if part is not None]
+            known += _tracking(inner) or [Tracking.NO] * len(inner)
+    return tuple(known) if any(known) else ()

@@ -53,6 +53,7 @@ class Values:
         tensors: The placeholders' tensors, by value number.
         leaves: Tensors without a name that gradients are left in (of a module that is not part of the model), by where the
             step first used them.
+        functions: Names of the Python autograd Functions that returned values, by value number.
         without_memory: Tensors that own no storage; they are known by identity, so they must not die.
     """
 
@@ -69,6 +70,7 @@ class Values:
         self._numbered: list[Memory] = []
         self.leaves: dict[str, torch.Tensor] = {}
         self.without_memory: list[torch.Tensor] = []
+        self.functions: dict[int, str] = {}
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the leaves, at first
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
@@ -152,7 +154,8 @@ class Values:
             return facts
         (_, offset, shape, stride, dtype, flags), device = facts
         conj, neg = flags & _CONJUGATED > 0, flags & _NEGATED > 0
-        return Value(self.storages[number], dtype, tuple(shape), stride, offset, device, conj, neg)
+        function = self.functions.get(number, "")
+        return Value(self.storages[number], dtype, tuple(shape), stride, offset, device, conj, neg, function)
 
     def all(self) -> tuple[Value, ...]:
         """Return what the program says of all values, by number."""

@@ -8,14 +8,18 @@ LAYERS = {
     "A recorded step": "program traits generators binding lines calls values uninitialized",
     "Recording": "recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
-    "Running a step again": "dependence stretch replay neutral influence intent blame reproduce",
+    "Running a step again": "dependence stretch replay differentiable neutral influence intent blame reproduce",
     "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
         "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
         " causes.domain causes.division causes.infinities causes.reductions causes.ranges causes.masking causes.derivatives"
         " causes.degenerate causes.unclassified causes"
     ),
-    "The answer": "explain driver",
+    "What makes it finite": (
+        "remedies.proposal remedies.domain remedies.masking remedies.precision remedies.reductions remedies.stable"
+        " remedies.data remedies.updates remedies.alone remedies.wording remedies"
+    ),
+    "The answer": "explain trial driver",
     "The training loop": "modes training incident guard",
     "Reports": "reports.words reports.terminal reports",
     "The command line": "child user_code tensors targets worker crash inspection meter cli",

@@ -51,7 +51,14 @@ FORWARD = Culprit(
     ),
     notes=("rows [1, 0..4] hold only -inf; the -inf were written by `masked_fill` at model.py:18 and are intended",),
     help="leave one finite score per row, or zero the output of fully masked rows",
-    remedy=Remedy("zero_masked_rows", "", verified=True, loss=2.31412),
+    remedy=Remedy(
+        "leave_one_score",
+        "give rows whose scores are all -inf finite ones",
+        verified=True,
+        loss=2.31412,
+        code="weights = scores.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0).softmax(-1)",
+        outcome="loss 2.31412, all 24 gradients finite",
+    ),
 )
 COST = SearchCost(
     nodes=147,
@@ -97,7 +104,9 @@ BACKWARD = Culprit(
         Link(70, "aten.mm.default", None),
     ),
     help="add an epsilon under the root",
-    remedy=Remedy("eps_inside", "clamp the argument of sqrt below by 1e-12", verified=True, loss=2.31),
+    remedy=Remedy(
+        "clamp", "add an epsilon under the root", verified=True, loss=2.31, outcome="loss 2.31, all gradients finite"
+    ),
 )
 GRADIENT = Finding(
     Verdict.LOCATED,
@@ -160,7 +169,7 @@ UPDATE = replace(
     outputs=(TensorSummary("out", "f16", (6,), nan=1, pos_inf=2, low=0.1, high=0.3, first=(4,)),),
     samples=(),
     help="give the optimizer an eps that the type can hold",
-    remedy=Remedy("float32", "keep float32 master weights"),
+    remedy=Remedy("float32", "keep float32 master weights", outcome="head.bias is still non-finite after the update"),
 )
 OPTIMIZER = replace(GRADIENT, symptom=Symptom("parameter", "head.bias", ("nan", "+inf")), culprits=(UPDATE,))
 REPORTS = {

@@ -119,19 +119,17 @@ def _values(culprit: Culprit) -> Iterator[Text]:
 
 
 def _advice(culprit: Culprit) -> Iterator[Text]:
-    """Yield what to change, and whether that was tried."""
+    """Yield what to change, the line to write, and what was seen when that was executed."""
     remedy = culprit.remedy
-    text = culprit.help or (remedy.text if remedy else "")
-    if text:
-        yield _labelled("help", text)
-    if remedy and remedy.verified:
-        loss = "the loss and all gradients are finite"
-        if remedy.loss is not None:
-            loss = f"the loss is {remedy.loss:.5g} and all gradients are finite"
-        change = "that change" if remedy.text in ("", text) else f"this change: {remedy.text}"
-        yield _labelled("verified", f"with that change {loss}" if change == "that change" else f"{loss} with {change}")
-    elif remedy and remedy.text not in ("", text):
-        yield _labelled("not verified", remedy.text)
+    if culprit.help:
+        yield _labelled("help", culprit.help)
+    if remedy is None:
+        return
+    if remedy.text != culprit.help:
+        yield _labelled("remedy", remedy.text)
+    if remedy.code and culprit.source:
+        yield _line((f"{culprit.source.line} | ", "bold blue"), (f"    {remedy.code}", "green"))
+    yield _labelled("verified" if remedy.verified else "not verified", remedy.outcome)
 
 
 def _verdict(finding: Finding) -> Iterator[Text]:
@@ -198,7 +196,9 @@ def _fact(text: str) -> Text:
 
 
 def _labelled(label: str, text: str) -> Text:
-    style = {"help": "bold cyan", "verified": "bold green", "not verified": "bold yellow"}.get(label, "bold")
+    style = {"help": "bold cyan", "remedy": "bold cyan", "verified": "bold green", "not verified": "bold yellow"}.get(
+        label, "bold"
+    )
     return _line((f"{label}: ", style), (text, ""))
 
 

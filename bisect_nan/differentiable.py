@@ -1,0 +1,202 @@
+"""Runs the recorded forward pass under autograd with some of its calls changed, and then its backward pass.
+
+A change to a forward call changes the derivative, too, so the recorded backward calls no longer belong to it: autograd has to
+derive them anew. What autograd cannot derive from recorded calls is the backward code of a custom `torch.autograd.Function`; it
+derives the Function's forward calls in its stead, and the run says so (`Rerun.derived`). Hooks do not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bisect_nan.errors import ReplayError
+from bisect_nan.finding import Phase
+from bisect_nan.generators import GeneratorStates
+from bisect_nan.program import Arguments, Node, Tracking, named, substitute, tensors
+from bisect_nan.stretch import Env, Stretch
+
+Change = Callable[[torch._ops.OpOverload, Arguments], Any]
+"""Runs in the place of a call and returns what the call would return; must not write to the arguments unless the call does."""
+
+
+class Types:
+    """In which element types the calls of a run are executed; this one leaves all as recorded."""
+
+    def placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what to use in the place of a tensor from outside."""
+        return tensor
+
+    def before(self, node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that a call is to be run with."""
+        del node
+        return args, kwargs
+
+    def after(self, node: Node, result: Any) -> Any:
+        """Return what is kept of a call's result."""
+        del node
+        return result
+
+
+class Rerun:
+    """One execution of a step's forward calls under autograd.
+
+    Attributes:
+        env: The values alive now.
+        leaves: The tensors that gradients are left in, by value number.
+        derived: Names of custom autograd Functions whose own backward code was not run: autograd derived their forward calls.
+    """
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        placeholders: Mapping[int, torch.Tensor],
+        changes: Mapping[int, Change] | None = None,
+        types: Types | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            stretch: The calls of the forward pass that the loss needs.
+            placeholders: The tensors from outside, by value number; they are not written to.
+            changes: By program index: what runs in the place of a call.
+            types: In which element types the calls run; as recorded when not given.
+        """
+        self._stretch, self._changes, self._types = stretch, changes or {}, types or Types()
+        placeholders = {n: self._types.placeholder(tensor.detach()) for n, tensor in placeholders.items()}
+        self.env: Env = stretch.own(placeholders, 0)
+        self.leaves: Env = {}
+        self._made_outside = set(self.env)
+        self._within, self._tracked, self.derived = _without_graph(stretch)
+        self._materialised = {number for node in stretch.nodes for number in _materialised(node, stretch)}
+        self._generators = GeneratorStates({})
+
+    def forward(self) -> None:
+        """Execute all calls.
+
+        Raises:
+            ReplayError: A call failed, made another size than the recorded one, or takes a value that autograd tracked in the step
+                and does not track here.
+        """
+        for place, node in enumerate(self._stretch.nodes):
+            try:
+                with torch.set_grad_enabled(node.grad or node.index in self._within):
+                    result = self._call(node)
+            except ReplayError:
+                raise
+            except Exception as problem:
+                got = f"node {node.index} ({node.target}) cannot be executed with the change: {problem}"
+                raise ReplayError(
+                    got, "a change that the rest of the step can follow", "", node=node.index
+                ) from problem
+            self._keep(node, result)
+            for number in self._stretch.free[place]:
+                self.env.pop(number, None)
+
+    def gradients(self, output: torch.Tensor, scale: float = 1.0) -> Env:
+        """Return the gradient of a scalar with respect to every leaf that it depends on, by value number.
+
+        Args:
+            output: The loss.
+            scale: What the backward pass starts with, in the place of 1.
+        """
+        leaves = {n: leaf for n, leaf in self.leaves.items() if leaf.requires_grad}
+        if not leaves or not output.requires_grad:
+            return {}
+        seed = torch.full_like(output, scale)
+        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            output, list(leaves.values()), seed, allow_unused=True
+        )
+        return {n: gradient for n, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+    def _call(self, node: Node) -> Any:
+        if node.generator is not None:
+            self._generators.set(self._stretch.source(node), node.generator)
+        if node.memory is not None and node.index not in self._changes:
+            kept = node.memory
+            return torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=kept.device).copy_(kept)
+        usual = Tracking.GRAPH if node.index in self._within else Tracking.NO
+        tracked = iter(node.tracked or [usual] * sum(1 for _ in node.inputs()))
+
+        def take(number: int) -> torch.Tensor:
+            return self._argument(number, next(tracked), node)
+
+        args = substitute(node.args, take, self._generators.of)
+        kwargs = substitute(node.kwargs, take, self._generators.of)
+        args, kwargs = self._types.before(node, args, kwargs)
+        change = self._changes.get(node.index)
+        result = (
+            node.target(*args, **kwargs) if change is None else change(node.target, named(node.target, args, kwargs))
+        )
+        return self._types.after(node, result)
+
+    def _argument(self, number: int, tracking: Tracking, node: Node) -> torch.Tensor:
+        """Return an argument as autograd knew it in the step."""
+        tensor = self.env[number]
+        if tracking is Tracking.NO or not (tensor.is_floating_point() or tensor.is_complex()):
+            # `.data` rather than `detach`: where the step wrote to it, it did so behind autograd's back, or autograd had raised.
+            return tensor.data if tensor.requires_grad and number not in self._materialised else tensor
+        if tensor.requires_grad:
+            return tensor
+        if node.index in self._within and number not in self._tracked:
+            return tensor
+        if number in self._made_outside or tracking is Tracking.LEAF:
+            leaf = self.env[number] = self.leaves[number] = tensor.detach().requires_grad_()
+            return leaf
+        got = f"node {node.index} ({node.target}) uses a result of a custom autograd Function or of a reentrant checkpoint"
+        raise ReplayError(got, "forward calls that autograd can derive", "", node=node.index)
+
+    def _keep(self, node: Node, result: Any) -> None:
+        made = (result,) if isinstance(result, torch.Tensor) else tensors(result)
+        for number, tensor in zip(node.outputs, made, strict=False):
+            if number is None or tensor is None or (number in node.written and number in self.env):
+                continue
+            expected = self._stretch.program.values[number].shape
+            if tensor.shape != expected:
+                got = f"node {node.index} ({node.target}) gave shape {tuple(tensor.shape)} with the change"
+                raise ReplayError(got, f"{expected}, as recorded", "", node=node.index)
+            self.env[number] = tensor
+
+
+def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...]]:
+    """Find calls that ran without gradients though autograd tracked what they made: inside of Python autograd Functions, and views.
+
+    Returns:
+        The calls; the placeholders that gradients are left in; the names of the custom Functions among them.
+    """
+    program = stretch.program
+    makers: dict[int, Node] = {}
+    for node in stretch.nodes:
+        for number in node.outputs:
+            if number is not None:
+                makers.setdefault(number, node)
+    within: set[int] = set()
+    wanted: set[int] = set()
+    leaves: set[int] = set()
+    for node in reversed(stretch.nodes):
+        if node.grad:
+            uses = list(zip(node.inputs(), node.tracked, strict=False))
+            wanted |= {number for number, tracking in uses if tracking is Tracking.GRAPH}
+            leaves |= {number for number, tracking in uses if tracking is Tracking.LEAF}
+            continue
+        made = [n for n in [*node.outputs, *node.written] if n in wanted and n in makers and not makers[n].grad]
+        if made:
+            within.add(node.index)
+            wanted.update(node.inputs())
+    leaves |= {p.value for p in program.placeholders if p.phase is Phase.PARAMETER and p.value in wanted}
+    names = {program.values[n].function for n in wanted if n in makers and makers[n].index in within} - {""}
+    custom = sorted(name.removesuffix("Backward") for name in names if name not in _RECOMPUTING)
+    return within, leaves, tuple(custom)
+
+
+_RECOMPUTING = {"CheckpointFunctionBackward"}
+"""Functions of torch whose backward pass is autograd's own for the calls of their forward pass."""
+
+
+def _materialised(node: Node, stretch: Stretch) -> Iterator[int]:
+    """Yield the values that torch made of lazily conjugated or negated views below autograd, which knows only the views."""
+    values = stretch.program.values
+    if node.target is torch.ops.aten.clone.default and any(values[n].conj or values[n].neg for n in node.inputs()):
+        yield from (number for number in node.outputs if number is not None)

@@ -1,0 +1,80 @@
+"""State, memory and batches that hold what they should not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.finding import Phase
+from bisect_nan.neutral import typical
+from bisect_nan.remedies.proposal import Proposal, Site
+
+ISOLATED = 0.01
+"""Share of bad elements up to which replacing them by a number is offered: more of them means that something upstream is wrong."""
+
+
+def replace_elements(site: Site) -> Iterator[Proposal]:
+    """Replace the bad elements of a tensor from outside."""
+    tensor = site.tensors.get(site.value)
+    if tensor is None or not finite.probe([tensor]):
+        return
+    bad = finite.mask(tensor)
+    phase, share = site.culprit.phase, float(bad.float().mean())
+    if phase is Phase.INPUT and share > ISOLATED and site.culprit.samples:
+        return
+    repaired = torch.where(bad, torch.full_like(tensor, typical(tensor)), tensor)
+    if phase is Phase.PARAMETER:
+        name = "restore_parameter"
+        text = f"load a checkpoint in which {site.culprit.name} is finite"
+    elif phase is Phase.BUFFER:
+        name = "restore_buffer"
+        text = f"load a checkpoint in which {site.culprit.name} is finite, or reset it"
+    else:
+        name = "replace_elements"
+        text = f"clean {site.culprit.name} in the data pipeline; until then replace its bad elements: nan={typical(tensor):g}"
+    yield Proposal(name, text, placeholders={site.value: repaired}, local=False)
+
+
+def skip_samples(site: Site) -> Iterator[Proposal]:
+    """Put a healthy row of the batch in the place of those that carry the fault."""
+    rows = site.culprit.samples
+    inputs = [
+        p.value
+        for p in site.program.placeholders
+        if p.phase is Phase.INPUT
+        and not p.constant
+        and p.name.startswith("batch")
+        and site.program.values[p.value].shape
+    ]
+    sizes = [site.program.values[value].shape[0] for value in inputs]
+    size = max(set(sizes), key=sizes.count, default=0)
+    healthy = [row for row in range(size) if row not in rows]
+    if not rows or not healthy:
+        return
+    order = torch.tensor([healthy[0] if row in rows else row for row in range(size)])
+    changed = {
+        value: site.tensors[value].index_select(0, order.to(site.tensors[value].device))
+        for value in inputs
+        if site.program.values[value].shape[0] == size and value in site.tensors
+    }
+    which = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")  # noqa: PLR2004
+    yield Proposal(
+        "skip_samples",
+        f"leave out sample{'s' if len(rows) > 1 else ''} {which} of the batch",
+        placeholders=changed,
+        local=False,
+    )
+
+
+def zeros_for_empty_memory(site: Site) -> Iterator[Proposal]:
+    """Allocate memory that holds something."""
+    if site.node is None or site.node.memory is None:
+        return
+    yield Proposal(
+        "initialise",
+        "allocate with torch.zeros in the place of torch.empty, or write every element before it is read",
+        changes=site.everywhere(lambda target, arguments: target(**arguments).zero_()),
+        local=False,
+    )

@@ -1,0 +1,81 @@
+"""Reductions over nothing, deviations of one value, and losses that cannot score their targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bisect_nan.program import Arguments
+from bisect_nan.remedies.proposal import Proposal, Site, instead, written
+
+_SUM = 2
+"""`Reduction.SUM` of ATen (aten/src/ATen/core/Reduction.h)."""
+
+
+def zero_for_empty(site: Site) -> Iterator[Proposal]:
+    """Let a mean over nothing be zero."""
+    if site.call is None:
+        return
+    if site.op == "mean":
+        text, change = "divide by a count of at least 1", instead(_mean)
+        wrap = "{x}.sum() / max({x}.numel(), 1)" if not site.call.arguments.get("dim") else ""
+    elif site.op in {"nll_loss_forward", "nll_loss2d_forward"}:
+        text = "let the loss of a batch without any label be 0: sum it, and divide by (target != ignore_index).sum().clamp(min=1)"
+        wrap = ""
+
+        def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+            total, weight = target(**{**arguments, "reduction": _SUM})
+            return total / weight.clamp(min=1), weight
+
+    else:
+        return
+    yield Proposal("zero_for_empty", text, wrap, whole=True, changes=site.everywhere(change))
+
+
+def population_variance(site: Site) -> Iterator[Proposal]:
+    """Divide by n where there is a single value."""
+    call = site.call
+    if call is None or not {"correction", "unbiased"} & set(call.arguments):
+        return
+
+    def change(target: torch._ops.OpOverload, arguments: Arguments, eps: float = 0.0) -> Any:
+        kind = {"unbiased": False} if "unbiased" in arguments else {"correction": 0}
+        result = target(**{**arguments, **kind})
+        return written(target, arguments, result if eps == 0 else (result.square() + eps).sqrt())
+
+    yield Proposal(
+        "population_variance", "take the deviation of the values at hand: correction=0", changes=site.everywhere(change)
+    )
+    for eps in (1e-8, 1e-4):
+        yield Proposal(
+            "population_variance",
+            f"take the deviation of the values at hand, with an eps under the root: (x.var(correction=0) + {eps:g}).sqrt()",
+            changes=site.everywhere(lambda target, arguments, eps=eps: change(target, arguments, eps)),  # type: ignore[misc]
+        )
+
+
+def zero_infinity(site: Site) -> Iterator[Proposal]:
+    """Leave out transcripts that no alignment reaches, as `zero_infinity` does."""
+    if site.op != "_ctc_loss":
+        return
+
+    def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+        loss, alpha = target(**{**arguments, "zero_infinity": True})
+        return torch.where(loss == math.inf, torch.zeros_like(loss), loss), alpha
+
+    yield Proposal(
+        "zero_infinity",
+        "pass zero_infinity=True, which leaves out transcripts that are longer than their input, and repair the lengths",
+        changes=site.everywhere(change),
+    )
+
+
+def _mean(arguments: Arguments) -> torch.Tensor:
+    x: torch.Tensor = arguments["self"]
+    dims: list[int] = arguments.get("dim") or list(range(x.dim()))
+    count = math.prod(x.shape[dim] for dim in dims)
+    total: torch.Tensor = x.sum(dims, keepdim=bool(arguments.get("keepdim", False)), dtype=arguments.get("dtype"))
+    return total / max(count, 1)

@@ -1,0 +1,92 @@
+"""Changes to the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bisect_nan.differentiable import Types
+from bisect_nan.finding import Phase
+from bisect_nan.program import Arguments, Node
+from bisect_nan.remedies.proposal import Proposal, Site, operands
+
+_SENSIBLE = 1e-3
+"""A learning rate, or any other hyper-parameter, that is a number at all."""
+
+
+def finite_hyperparameter(site: Site) -> Iterator[Proposal]:
+    """Put a number in the place of hyper-parameters that are none."""
+    if site.program.targets.loss is not None:
+        return
+    yield Proposal(
+        "finite_hyperparameter",
+        f"find out what set the hyper-parameter; with {_SENSIBLE:g} in its place the update is finite",
+        types=_Hyperparameters(),
+        local=False,
+    )
+
+
+def larger_eps(site: Site) -> Iterator[Proposal]:
+    """Give the optimizer an eps that the parameter's type can hold."""
+    name = {"addcdiv": "tensor2", "div": "other"}.get(site.op)
+    if name is None:
+        return
+    for eps in (1e-4,) if site.dtype is torch.float16 else (1e-8, 1e-4):
+        yield Proposal(
+            "larger_eps",
+            f"give the optimizer eps={eps:g}, or keep its state in float32",
+            changes=site.everywhere(operands(**{name: lambda x, eps=eps: x + eps})),
+        )
+
+
+def lower_rate(site: Site) -> Iterator[Proposal]:
+    """Make the step that an update takes smaller."""
+    if site.node is None or site.node.phase is not Phase.OPTIMIZER:
+        return
+
+    def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+        sizes = {name: item * 1e-6 for name, item in arguments.items() if name in {"alpha", "value"} and item}
+        return target(**{**arguments, **sizes})
+
+    yield Proposal(
+        "lower_learning_rate",
+        "lower the learning rate, or look for what grew over the last steps; with a millionth of it the update is finite",
+        changes=site.everywhere(change),
+        local=False,
+    )
+
+
+def skip_update(site: Site) -> Iterator[Proposal]:
+    """Leave out an update whose gradient is non-finite."""
+    gradients = [p for p in site.program.placeholders if p.phase is Phase.INPUT and p.name.startswith("gradient of ")]
+    bad = {p.value: site.tensors[p.value] for p in gradients if p.value in site.tensors}
+    bad = {value: tensor for value, tensor in bad.items() if not bool(tensor.isfinite().all())}
+    if bad:
+        zeros = {value: torch.zeros_like(tensor) for value, tensor in bad.items()}
+        text = "skip optimizer.step() when a gradient is non-finite, and look for the fault in the backward pass"
+        yield Proposal("skip_update", text, placeholders=zeros, local=False)
+
+
+class _Hyperparameters(Types):
+    """Replaces Python numbers, and scalars from outside, that are NaN or infinite."""
+
+    def placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a scalar that is no number."""
+        scalar = tensor.numel() == 1 and tensor.is_floating_point() and not bool(tensor.isfinite().all())
+        return torch.full_like(tensor, _SENSIBLE) if scalar else tensor
+
+    def before(self, node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replace numbers that are none."""
+        del node
+        return [_sensible(item) for item in args], {name: _sensible(item) for name, item in kwargs.items()}
+
+
+def _sensible(item: Any) -> Any:
+    if isinstance(item, float) and not math.isfinite(item):
+        return math.copysign(_SENSIBLE, item) if math.isinf(item) else _SENSIBLE
+    if isinstance(item, list | tuple):
+        return type(item)([_sensible(part) for part in item])
+    return item

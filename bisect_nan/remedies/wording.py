@@ -1,0 +1,99 @@
+"""Writes a change into the line of the user, where that line shows the operand."""
+
+from __future__ import annotations
+
+import ast
+
+from bisect_nan.remedies.proposal import Proposal, Site
+
+_OPERATORS: dict[str, type[ast.operator]] = {
+    "div": ast.Div,
+    "true_divide": ast.Div,
+    "pow": ast.Pow,
+    "mul": ast.Mult,
+    "sub": ast.Sub,
+    "add": ast.Add,
+}
+_NAMES = {
+    "linalg_vector_norm": {"norm", "vector_norm"},
+    "special_erfinv": {"erfinv"},
+    "special_xlogy": {"xlogy"},
+    "acos": {"acos", "arccos"},
+    "asin": {"asin", "arcsin"},
+    "acosh": {"acosh", "arccosh"},
+    "atanh": {"atanh", "arctanh"},
+}
+"""By op: what users call it, where that is another name."""
+
+_MODULES = {"torch", "F", "nn", "functional", "special", "linalg"}
+"""What stands before the dot of a function; anything else is a tensor whose method is called."""
+
+
+def line_to_write(site: Site, proposal: Proposal) -> tuple[str, str]:
+    """Return the sentence that says what to do, and the changed line of code ("" where it cannot be changed by itself)."""
+    if not proposal.wrap:
+        return proposal.text, ""
+    source = site.culprit.source
+    line = None if source is None else _changed(source.text, site.op, proposal)
+    if line is None:
+        return f"{proposal.text}: {proposal.wrap.replace('{x}', 'x')}", ""
+    return proposal.text, line
+
+
+def _changed(text: str, op: str, proposal: Proposal) -> str | None:
+    """Return the line with the operand of its only call of `op` wrapped; None where there is not one such call."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # the head of a block, or a part of a statement
+        return None
+    places = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and _calls(node, op)]
+    if len(places) != 1:
+        return None
+    place = places[0]
+    operand = _operand(place, second=proposal.operand not in {"self", "A", "input"})
+    if operand is None:
+        return None
+    wrapped = proposal.wrap.replace("{x}", _atom(operand))
+    return _replaced(text, place if proposal.whole else operand, wrapped)
+
+
+def _calls(node: ast.expr, op: str) -> bool:
+    name = op.strip("_")
+    if isinstance(node, ast.BinOp):
+        return name in _OPERATORS and isinstance(node.op, _OPERATORS[name])
+    return isinstance(node, ast.Call) and _called(node).strip("_") in _NAMES.get(name, {name})
+
+
+def _called(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _operand(place: ast.expr, *, second: bool) -> ast.expr | None:
+    """Return the first or second operand of an operator, a function or a method."""
+    if isinstance(place, ast.BinOp):
+        return place.right if second else place.left
+    assert isinstance(place, ast.Call)
+    operands = list(place.args)
+    if isinstance(place.func, ast.Attribute):
+        before = place.func.value
+        last = before.attr if isinstance(before, ast.Attribute) else before.id if isinstance(before, ast.Name) else ""
+        if last not in _MODULES:
+            operands.insert(0, before)
+    found = operands[second] if len(operands) > second else None
+    return None if isinstance(found, ast.Starred) else found
+
+
+def _atom(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    simple = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+    return text if isinstance(node, simple) else f"({text})"
+
+
+def _replaced(text: str, node: ast.expr, new: str) -> str | None:
+    """Return the text with the source of one expression replaced."""
+    if node.lineno != 1 or node.end_lineno != 1:
+        return None
+    encoded = text.encode()
+    return (encoded[: node.col_offset] + new.encode() + encoded[node.end_col_offset :]).decode()

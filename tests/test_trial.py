@@ -1,0 +1,195 @@
+"""Remedies are executed on the step, called verified only when the step came out finite, and never cost many executions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kinds import KINDS, Kind, fields, gradients, infinities, prepared, structure
+from torch import nn
+
+from bisect_nan import Culprit, Snapshot, locate
+from bisect_nan.finding import Remedy
+from bisect_nan.remedies import BY_CAUSE, Proposal, Site
+from bisect_nan.remedies.proposal import instead
+from bisect_nan.trial import EXECUTIONS, Trial
+
+PARTS = (fields, gradients, infinities, structure)
+"""The modules that fill `KINDS`."""
+
+
+def remedy_of(model: Any, batch: Any, step: Any) -> Remedy:
+    """Return the remedy of a step's only culprit."""
+    (culprit,) = locate(Snapshot.capture(model, batch, step)).culprits
+    assert culprit.remedy is not None
+    return culprit.remedy
+
+
+@pytest.mark.filterwarnings("ignore:std", "ignore:Sparse invariant")
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.step.__name__)
+def test_every_kind_has_a_verified_remedy(case: Kind) -> None:
+    """For each kind of fault a change is found that makes its step finite."""
+    model, data = prepared()
+    torch.manual_seed(5)
+    culprits = locate(Snapshot.capture(model, data, case.step)).culprits
+    assert [culprit.remedy is not None and culprit.remedy.verified for culprit in culprits] == [True] * len(culprits)
+
+
+def test_executions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing helps, the step is executed twice for each culprit, and the remedy is not called verified."""
+    made: list[Trial] = []
+    original = Trial.remedies
+
+    def remedies(trial: Trial) -> list[Remedy | None]:
+        made.append(trial)
+        return original(trial)
+
+    monkeypatch.setattr(Trial, "remedies", remedies)
+
+    def hopeless(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x).exp() * 1e30
+        return (y * 1e30).square().sum() * 1e30
+
+    (culprit,) = locate(Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), hopeless)).culprits
+    assert culprit.remedy is None or not culprit.remedy.verified
+    assert [trial.executions for trial in made] == [EXECUTIONS]
+
+
+def test_remedies_can_be_left_out() -> None:
+    """`remedies=False` ends with the cause."""
+    snapshot = Snapshot.capture(nn.Linear(2, 1), torch.zeros(2, 2), lambda m, x: (m(x) * 0).log().sum())
+    finding = locate(snapshot, remedies=False)
+    assert finding.culprits[0].remedy is None
+    assert "remedy" not in finding.search.seconds
+
+
+def test_the_line_to_write_is_the_line_with_the_change() -> None:
+    """The remedy's code is the user's own line, changed, and its loss is what that line gives."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        score = model(x).relu() * 0
+        return torch.log(score).mean()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert remedy.verified
+    assert remedy.code == "return torch.log(score.clamp(min=1e-12)).mean()"
+    assert remedy.loss == pytest.approx(float(torch.tensor(1e-12).log()))
+
+
+def test_a_remedy_that_only_moves_the_fault_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 in the place of NaN repairs a value; the loss is then finite, and its gradient is not."""
+
+    def zeros(site: Site) -> Iterator[Proposal]:
+        change = instead(lambda arguments: arguments["self"].sqrt().nan_to_num())
+        yield Proposal("zeros", "write 0 for NaN", changes=site.everywhere(change), local=False)
+
+    monkeypatch.setitem(BY_CAUSE, "sqrt_of_negative", (zeros,))
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), lambda m, x: (m(x).abs() - 100).sqrt().sum())
+    assert not remedy.verified
+    assert remedy.loss == 0
+    assert "is non-finite" in remedy.outcome
+
+
+def test_several_culprits_are_repaired_together() -> None:
+    """None of two faults is repaired by the other's remedy; together they make the step finite."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x).relu() * 0
+        first = torch.log(y).mean()
+        second = (y / y).mean()
+        return first + second
+
+    finding = locate(Snapshot.capture(nn.Linear(3, 2), torch.ones(4, 3), step))
+    assert len(finding.culprits) == 2
+    assert all(culprit.remedy is not None and culprit.remedy.verified for culprit in finding.culprits)
+
+
+class Cube(torch.autograd.Function):
+    """A Function whose backward code is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return x cubed."""
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return the derivative."""
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+def test_unseen_backward_code_is_told() -> None:
+    """A Function's backward code that was not recorded cannot be executed: the remedy says so and is not called verified."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = Cube.apply(model(x))
+        return (y * 0).log().mean()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert not remedy.verified
+    assert "Cube" in remedy.outcome
+
+
+def test_hooks_are_told() -> None:
+    """Hooks change gradients after autograd: a run without them is no proof."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        return (y - y.detach()).abs().sqrt().mean()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert not remedy.verified
+    assert "hooks" in remedy.outcome
+
+
+def test_healthy_values_stay() -> None:
+    """A floor that would change healthy results is not taken: the smallest that helps is."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        tiny = torch.tensor([1e-9, 1e-10, 0.0]) + 0 * model(x).sum()
+        return (x.sum() / tiny).clamp(max=1e9).log().mean()
+
+    culprits = locate(Snapshot.capture(nn.Linear(3, 2), torch.ones(4, 3), step)).culprits
+    codes = [culprit.remedy.code for culprit in culprits if culprit.remedy]
+    assert all("1e-12" in code for code in codes if "clamp(min" in code)
+
+
+@pytest.mark.parametrize("half", [torch.float16])
+def test_half_precision_is_widened(half: torch.dtype) -> None:
+    """Beyond 65504 the call runs in float32 until the values fit again."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x.to(half))
+        return (y.square().mean() / 1000).float()
+
+    model = nn.Linear(3, 2).to(half)
+    with torch.no_grad():
+        model.weight.fill_(200)
+    remedy = remedy_of(model, torch.ones(4, 3), step)
+    assert remedy.verified
+    assert remedy.name == "float32_island"
+    assert remedy.loss == pytest.approx(360, rel=0.01)
+
+
+def culprit_names(culprits: tuple[Culprit, ...]) -> list[str]:
+    """Return the names of the remedies."""
+    return [culprit.remedy.name for culprit in culprits if culprit.remedy]
+
+
+def test_bad_state_is_replaced() -> None:
+    """A bad row of the batch is left out, a bad parameter restored."""
+    batch = torch.ones(4, 3)
+    batch[2] = float("nan")
+    finding = locate(Snapshot.capture(nn.Linear(3, 2), batch, lambda m, x: m(x).mean()))
+    assert culprit_names(finding.culprits) == ["skip_samples"]
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[0, 0] = float("inf")
+    finding = locate(Snapshot.capture(model, torch.ones(4, 3), lambda m, x: m(x).mean()))
+    assert culprit_names(finding.culprits) == ["restore_parameter"]
+    assert all(culprit.remedy is not None and culprit.remedy.verified for culprit in finding.culprits)
