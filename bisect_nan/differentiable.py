@@ -161,7 +161,7 @@ class Rerun:
 
 
 def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...]]:
-    """Find calls that ran without gradients though autograd tracked what they made: inside of Python autograd Functions, and views.
+    """Find calls that autograd did not see though it tracked what they made: inside of Functions and of scripted code, and views.
 
     Returns:
         The calls; the placeholders that gradients are left in; the names of the custom Functions among them.
@@ -176,12 +176,12 @@ def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...
     wanted: set[int] = set()
     leaves: set[int] = set()
     for node in reversed(stretch.nodes):
-        if node.grad:
+        if any(node.tracked):
             uses = list(zip(node.inputs(), node.tracked, strict=False))
             wanted |= {number for number, tracking in uses if tracking is Tracking.GRAPH}
             leaves |= {number for number, tracking in uses if tracking is Tracking.LEAF}
             continue
-        made = [n for n in [*node.outputs, *node.written] if n in wanted and n in makers and not makers[n].grad]
+        made = [n for n in [*node.outputs, *node.written] if n in wanted and n in makers and not any(makers[n].tracked)]
         if made:
             within.add(node.index)
             wanted.update(node.inputs())

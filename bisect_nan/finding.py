@@ -98,6 +98,7 @@ class Remedy:
         loss: The loss after the change, when it was executed.
         code: The line to write, or "" where the change is not one to a line.
         outcome: What was seen when it was executed, or why that says nothing.
+        source: The line that `code` is written for; None without code.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Remedy:
     loss: float | None = None
     code: str = ""
     outcome: str = ""
+    source: SourceLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,5 +305,8 @@ def _read_culprit(data: Mapping[str, Any]) -> Culprit:
         fields[key] = tuple(data[key])
     fields["chain"] = tuple(Link(**{**item, "source": _read_source(item["source"])}) for item in data["chain"])
     if data["remedy"]:
-        fields["remedy"] = Remedy(**{**data["remedy"], "loss": _number(data["remedy"]["loss"])})
+        remedy = data["remedy"]
+        fields["remedy"] = Remedy(
+            **{**remedy, "loss": _number(remedy["loss"]), "source": _read_source(remedy["source"])}
+        )
     return Culprit(**fields)

@@ -65,28 +65,40 @@ class Trial:
 
     def remedies(self) -> list[Remedy | None]:
         """Return one remedy for each culprit: the first that was seen to help, else the first that fits, else None."""
-        choices = [list(self._promising(site)) for site in self._sites]
+        lines = self._lines()
+        choices = [self._shared(sites) for sites in lines.values()]
         if not any(choices):
-            return [None] * len(choices)
+            return [None] * len(self._sites)
         first: Outcome | None = None
         for picked in _rounds(choices, EXECUTIONS * len(choices)):
             outcome = self._execute([proposal for proposal in picked if proposal is not None])
             first = first or outcome
             if outcome.finite:
-                return [
-                    self._remedy(site, proposal, outcome) for site, proposal in zip(self._sites, picked, strict=True)
-                ]
-        assert first is not None
-        return [
-            self._remedy(site, options[0] if options else None, first)
-            for site, options in zip(self._sites, choices, strict=True)
-        ]
+                break
+        else:
+            picked, outcome = tuple(options[0] if options else None for options in choices), first or outcome
+        chosen = dict(zip(lines, picked, strict=True))
+        return [self._remedy(site, chosen[_line(site)], outcome) for site in self._sites]
+
+    def _lines(self) -> dict[object, list[Site]]:
+        """Return the culprits by the line that a user would change: one change serves all."""
+        lines: dict[object, list[Site]] = {}
+        for site in self._sites:
+            lines.setdefault(_line(site), []).append(site)
+        return lines
+
+    def _shared(self, sites: Sequence[Site]) -> list[Proposal]:
+        """Return the changes of a line that are promising at all of its culprits, else those that are at the first one."""
+        options = [list(self._promising(site)) for site in sites]
+        known = [{(proposal.name, proposal.wrap) for proposal in own} for own in options[1:]]
+        shared = [p for p in options[0] if all((p.name, p.wrap) in others for others in known)]
+        return shared or options[0]
 
     def _remedy(self, site: Site, proposal: Proposal | None, outcome: Outcome) -> Remedy | None:
         if proposal is None:
             return None
-        text, code = line_to_write(site, proposal)
-        return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, outcome.text)
+        text, code, source = line_to_write(site, proposal)
+        return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, outcome.text, source)
 
     # --- what is worth an execution -----------------------------------------------------------------------------------------
 
@@ -229,6 +241,12 @@ class Trial:
 def finite_value(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds only finite numbers."""
     return not finite.probe([tensor.detach()])
+
+
+def _line(site: Site) -> object:
+    if site.node is None:
+        return site.value
+    return (site.node.target, site.node.source) if site.node.source is not None else (site.node.target, site.node.index)
 
 
 def _rounds(choices: Sequence[Sequence[Proposal]], most: int) -> Iterator[tuple[Proposal | None, ...]]:

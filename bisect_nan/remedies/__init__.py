@@ -11,7 +11,7 @@ __all__ = ["BY_CAUSE", "Proposal", "Site", "Strategy", "proposals"]
 
 _DERIVATIVE = (domain.root_of_sum, domain.clamp, domain.safe_divisor, domain.jitter, masking.double_where)
 _INFINITIES = (masking.leave_one_score, masking.finite_operands, masking.finite_mask)
-_DIVISION = (domain.epsilon, domain.safe_divisor, masking.double_where)
+_DIVISION = (domain.epsilon, domain.inside_the_root, domain.safe_divisor, masking.double_where)
 _WIDER = (precision.island, precision.whole)
 
 BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
@@ -71,7 +71,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
         precision.clamp_operand,
         precision.whole,
     ),
-    "unclassified": (*_DERIVATIVE, *_INFINITIES, *_WIDER),
+    "unclassified": (masking.finite_numbers, *_DERIVATIVE, *_INFINITIES, *_WIDER),
 }
 """By cause: its strategies. Whatever the cause, the samples that carry the fault can be left out."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bisect_nan.causes.evidence import base_name
 from bisect_nan.program import Arguments
 from bisect_nan.remedies.proposal import Proposal, Site, instead, operands
 
@@ -108,7 +109,7 @@ def clamp_exponent(site: Site) -> Iterator[Proposal]:
     if site.op not in _EXPONENTIALS:
         return
     top = math.log(torch.finfo(site.dtype).max, _EXPONENTIALS[site.op])
-    for share in (0.2, 0.45):
+    for share in (0.2, 0.45, 0.9):
         limit = math.floor(top * share)
         both = site.op in {"sinh", "cosh"}
         change = operands(self=lambda x, most=limit, both=both: x.clamp(-most if both else None, most))  # type: ignore[misc]
@@ -118,6 +119,49 @@ def clamp_exponent(site: Site) -> Iterator[Proposal]:
             f"{{x}}.clamp(-{limit}, {limit})" if both else f"{{x}}.clamp(max={limit})",
             changes=site.everywhere(change),
         )
+
+
+def inside_the_root(site: Site) -> Iterator[Proposal]:
+    """Keep what is under the root of a divisor away from zero: a floor on the root itself leaves its derivative infinite."""
+    name = _DIVISORS.get(site.op)
+    if name is None or site.node is None:
+        return
+    for node in site.made_by(name):
+        op = base_name(str(node.target))
+        if op in {"sqrt", "linalg_vector_norm", "norm"} and any(node.tracked):
+            break
+        if op not in _MOVING:
+            return
+    else:
+        return
+    for margin in margins(site.dtype)[:2]:
+        if op == "sqrt":
+            change, wrap = operands(self=lambda x, m=margin: x.clamp(min=m)), f"{{x}}.clamp(min={_short(margin)})"  # type: ignore[misc]
+        else:
+            change, wrap = instead(lambda given, m=margin: _norm(given, m)), ""  # type: ignore[misc]
+        yield Proposal(
+            "eps_under_root",
+            "keep what is under the root of the divisor away from 0",
+            wrap,
+            node=node,
+            changes=site.everywhere(change, node),
+            local=False,
+        )
+
+
+_MOVING = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose", "select", "slice"} | {
+    "index",
+    "index_select",
+    "gather",
+    "clone",
+    "mul",
+    "add",
+    "clamp",
+    "clamp_min",
+    "detach",
+    "_to_copy",
+}
+"""Calls that leave a divisor what it is."""
 
 
 def safe_divisor(site: Site) -> Iterator[Proposal]:

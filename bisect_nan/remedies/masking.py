@@ -85,6 +85,17 @@ def finite_mask(site: Site) -> Iterator[Proposal]:
     )
 
 
+def finite_numbers(site: Site) -> Iterator[Proposal]:
+    """Put 0 in the place of a Python number that is NaN."""
+    if site.node is None or not any(map(math.isnan, site.node.literals)):
+        return
+    yield Proposal(
+        "finite_numbers",
+        "find out why the number became NaN; with 0 in its place the step goes on",
+        changes=site.everywhere(_with_finite_literals(LARGE.get(site.dtype, 1e9))),
+    )
+
+
 def finite_operands(site: Site) -> Iterator[Proposal]:
     """Take infinities out of the operands before they meet what they cannot meet."""
     if site.call is None:
@@ -158,9 +169,9 @@ def _troubled(target: torch._ops.OpOverload, arguments: Arguments, names: list[s
         result = target(**inner)
         result = result if isinstance(result, torch.Tensor) else result[0]
         wanted = [leaves[name] for name in names]
-        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-            result, wanted, torch.ones_like(result), allow_unused=True
-        )
+        found: tuple[torch.Tensor | None, ...] = (None,) * len(names)
+        if result.requires_grad:  # not below autograd, where the recorded backward pass runs
+            found = torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
     masks = {}
     for name, leaf, gradient in zip(names, wanted, found, strict=True):
         mask = torch.zeros_like(leaf, dtype=torch.bool) if gradient is None else ~gradient.isfinite()
@@ -179,8 +190,8 @@ def _with_finite_literals(large: float) -> Change:
 
 
 def _finite(item: Any, large: float) -> Any:
-    if isinstance(item, float) and math.isinf(item):
-        return math.copysign(large, item)
+    if isinstance(item, float) and not math.isfinite(item):
+        return 0.0 if math.isnan(item) else math.copysign(large, item)
     if isinstance(item, list):
         return [_finite(part, large) for part in item]
     return item

@@ -12,7 +12,7 @@ from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.dependence import Dependence
 from bisect_nan.differentiable import Change, Types
 from bisect_nan.finding import Culprit
-from bisect_nan.program import Arguments, Node, Program
+from bisect_nan.program import Arguments, Node, Program, Ref, named
 from bisect_nan.stretch import Env
 
 
@@ -26,6 +26,7 @@ class Proposal:
         wrap: How the operand is written after the change, with `{x}` for how it is written now; "" where that is not all.
         operand: Schema name of that operand.
         whole: Whether `wrap` stands for the whole call.
+        node: The call whose line is changed, where it is not the culprit's.
         changes: By program index: what runs in the place of a call.
         placeholders: Tensors in the place of those from outside, by value number.
         types: In which element types the step runs; None for the recorded ones.
@@ -40,6 +41,7 @@ class Proposal:
     wrap: str = ""
     operand: str = "self"
     whole: bool = False
+    node: Node | None = None
     changes: Mapping[int, Change] = field(default_factory=dict)
     placeholders: Env = field(default_factory=dict)
     types: Types | None = None
@@ -87,17 +89,32 @@ class Site:
         found = [t.dtype for t in tensors if t is not None and t.is_floating_point()]
         return found[0] if found else torch.float32
 
-    def alike(self) -> list[int]:
+    def alike(self, node: Node | None = None) -> list[int]:
         """The calls that the same line makes to the same operator: who changes the line changes all of them."""
-        assert self.node is not None
-        node = self.node
+        node = node or self.node
+        assert node is not None
         if node.source is None:
             return [node.index]
         return [n.index for n in self.program.nodes if n.target is node.target and n.source == node.source]
 
-    def everywhere(self, change: Change) -> dict[int, Change]:
-        """Put a change in the place of every call of the line."""
-        return dict.fromkeys(self.alike(), change)
+    def everywhere(self, change: Change, node: Node | None = None) -> dict[int, Change]:
+        """Put a change in the place of every call of the line: the culprit's, or that of another call."""
+        return dict.fromkeys(self.alike(node), change)
+
+    def made_by(self, name: str) -> Iterator[Node]:
+        """Yield the calls behind an operand, the nearest first, as long as each has one floating operand of its own."""
+        assert self.node is not None
+        operand, before = named(self.node.target, self.node.args, self.node.kwargs).get(name), self.node.index
+        while isinstance(operand, Ref):
+            found = self.dependence.needed(operand.value, before)
+            if len(found) != 1:
+                return
+            node = self.program.nodes[found[0]]
+            yield node
+            operands = [n for n in node.inputs() if self.program.values[n].dtype.is_floating_point]
+            if len(operands) != 1:
+                return
+            operand, before = Ref(operands[0]), node.index
 
 
 Strategy = Callable[[Site], Iterator[Proposal]]

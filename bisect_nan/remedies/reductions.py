@@ -11,8 +11,8 @@ import torch
 from bisect_nan.program import Arguments
 from bisect_nan.remedies.proposal import Proposal, Site, instead, written
 
-_SUM = 2
-"""`Reduction.SUM` of ATen (aten/src/ATen/core/Reduction.h)."""
+_MEAN, _SUM = 1, 2
+"""`Reduction` of ATen (aten/src/ATen/core/Reduction.h)."""
 
 
 def zero_for_empty(site: Site) -> Iterator[Proposal]:
@@ -29,6 +29,13 @@ def zero_for_empty(site: Site) -> Iterator[Proposal]:
         def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
             total, weight = target(**{**arguments, "reduction": _SUM})
             return total / weight.clamp(min=1), weight
+
+    elif site.call.arguments.get("reduction") == _MEAN:
+        text, wrap = "sum the loss, and divide by a count of at least 1", ""
+
+        def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+            count = next(item.numel() for item in arguments.values() if isinstance(item, torch.Tensor))
+            return target(**{**arguments, "reduction": _SUM}) / max(count, 1)
 
     else:
         return

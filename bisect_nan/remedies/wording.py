@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from bisect_nan.causes.evidence import base_name
+from bisect_nan.finding import SourceLine
 from bisect_nan.remedies.proposal import Proposal, Site
 
 _OPERATORS: dict[str, type[ast.operator]] = {
@@ -29,15 +31,18 @@ _MODULES = {"torch", "F", "nn", "functional", "special", "linalg"}
 """What stands before the dot of a function; anything else is a tensor whose method is called."""
 
 
-def line_to_write(site: Site, proposal: Proposal) -> tuple[str, str]:
-    """Return the sentence that says what to do, and the changed line of code ("" where it cannot be changed by itself)."""
+def line_to_write(site: Site, proposal: Proposal) -> tuple[str, str, SourceLine | None]:
+    """Return the sentence that says what to do, the changed line of code ("" where it cannot be changed by itself), and which."""
     if not proposal.wrap:
-        return proposal.text, ""
-    source = site.culprit.source
-    line = None if source is None else _changed(source.text, site.op, proposal)
+        return proposal.text, "", None
+    op, source = site.op, site.culprit.source
+    if proposal.node is not None:
+        op, source = base_name(str(proposal.node.target)), proposal.node.source
+    line = None if source is None else _changed(source.text, op, proposal)
     if line is None:
-        return f"{proposal.text}: {proposal.wrap.replace('{x}', 'x')}", ""
-    return proposal.text, line
+        where = f" at {source}" if proposal.node is not None else ""
+        return f"{proposal.text}{where}: {proposal.wrap.replace('{x}', 'x')}", "", None
+    return proposal.text, line, source
 
 
 def _changed(text: str, op: str, proposal: Proposal) -> str | None:

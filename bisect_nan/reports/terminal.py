@@ -127,8 +127,10 @@ def _advice(culprit: Culprit) -> Iterator[Text]:
         return
     if remedy.text != culprit.help:
         yield _labelled("remedy", remedy.text)
-    if remedy.code and culprit.source:
-        yield _line((f"{culprit.source.line} | ", "bold blue"), (f"    {remedy.code}", "green"))
+    if remedy.code and remedy.source:
+        if remedy.source != culprit.source:
+            yield _line(("  --> ", "bold blue"), (str(remedy.source), ""))
+        yield _line((f"{remedy.source.line} | ", "bold blue"), (f"    {remedy.code}", "green"))
     yield _labelled("verified" if remedy.verified else "not verified", remedy.outcome)
 
 
