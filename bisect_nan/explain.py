@@ -14,7 +14,7 @@ from bisect_nan.program import Arguments, Node, Ref, named, substitute
 from bisect_nan.remedies import Site
 from bisect_nan.replay import Executed, Run
 from bisect_nan.reproduce import Pass
-from bisect_nan.samples import Samples
+from bisect_nan.samples import Rows, Samples
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin
@@ -97,7 +97,7 @@ class Examination:
         self._infinities: tuple[int, ...] = ()
         self._tensors = snapshot.tensors()
         self.sites: list[Site] = []
-        self._samples = Samples(snapshot.program, stretch, done.checkpoints)
+        self._samples = Samples(snapshot.program, stretch, done.checkpoints, targets)
 
     def culprits(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> tuple[Culprit, ...]:
         """Return one culprit for each place where births lie, the earliest first."""
@@ -120,6 +120,7 @@ class Examination:
         )
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
+        carried = self._samples.of_input(birth.mask) if phase is Phase.INPUT and not placeholder.constant else Rows()
         culprit = Culprit(
             phase=phase,
             cause=entry.name,
@@ -135,7 +136,8 @@ class Examination:
             inputs=(),
             outputs=(finite.summarise(tensor, placeholder.name),),
             element=_first(birth.mask),
-            samples=self._samples.of_input(birth.mask) if phase is Phase.INPUT and not placeholder.constant else (),
+            samples=carried.rows,
+            samples_confirmed=carried.confirmed,
             chain=self._chain(users[0].index) if users else (),
             help=entry.help,
         )
@@ -159,6 +161,7 @@ class Examination:
             history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)
+        carried = self._samples.of_result(node.index, value, mask) if node.phase is not Phase.OPTIMIZER else Rows()
         op = str(origin.target) if node.source is None and node.forward is not None else str(node.target)
         culprit = Culprit(
             phase=node.phase,
@@ -175,7 +178,8 @@ class Examination:
             inputs=tuple(finite.summarise(t, n) for n, t in evidence.call.tensors().items()),
             outputs=tuple(finite.summarise(t, "out") for t in executed.content.values()),
             element=_first(mask),
-            samples=self._samples.of_result(node.index, value, mask) if node.phase is not Phase.OPTIMIZER else (),
+            samples=carried.rows,
+            samples_confirmed=carried.confirmed,
             chain=self._chain(node.index),
             notes=match.notes,
             help=match.help or entry.help,

@@ -140,7 +140,9 @@ class Culprit:
         inputs: Summaries of what went into the kernel.
         outputs: Summaries of what came out.
         element: Index of the blamed element in the first bad output.
-        samples: The rows of the batch that carry the fault, where they can be followed.
+        samples: The rows of the batch that carry the fault, where they can be told.
+        samples_confirmed: Whether the fault went when a healthy row stood in their place; else they are derived from what was
+            computed of what.
         chain: The nodes from the culprit to the symptom.
         notes: Facts, each a sentence.
         help: What to change, or "".
@@ -162,6 +164,7 @@ class Culprit:
     outputs: tuple[TensorSummary, ...]
     element: tuple[int, ...]
     samples: tuple[int, ...]
+    samples_confirmed: bool = False
     chain: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
     help: str = ""

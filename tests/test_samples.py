@@ -11,9 +11,9 @@ import torch
 from calls import stretch_of
 from torch.nn import functional
 
-from bisect_nan import Snapshot
+from bisect_nan import Snapshot, locate
 from bisect_nan.reproduce import walk
-from bisect_nan.samples import Samples
+from bisect_nan.samples import Rows, Samples
 
 NAN, INF = math.nan, math.inf
 ROWS = 5
@@ -31,7 +31,9 @@ def rows_of(
     assert value is not None
     mask = torch.zeros(snapshot.program.values[value].shape, dtype=torch.bool)
     mask.flatten()[place] = True
-    return Samples(snapshot.program, stretch, passed.checkpoints).of_result(node.index, value, mask)
+    return (
+        Samples(snapshot.program, stretch, passed.checkpoints, stretch.targets).of_result(node.index, value, mask).rows
+    )
 
 
 def test_the_shape_tells() -> None:
@@ -87,8 +89,40 @@ def test_rows_of_an_input() -> None:
     """A bad element of the batch belongs to its own row."""
     snapshot = Snapshot.capture(None, torch.rand(ROWS, 2), lambda _, x: x.sum())
     stretch = stretch_of(snapshot.program)
-    samples = Samples(snapshot.program, stretch, [stretch.start(snapshot.tensors())])
+    samples = Samples(snapshot.program, stretch, [stretch.start(snapshot.tensors())], [])
     mask = torch.zeros(ROWS, 2, dtype=torch.bool)
     mask[4, 1] = mask[1, 0] = True
-    assert samples.of_input(mask) == (1, 4)
-    assert samples.of_input(mask[0]) == ()
+    assert samples.of_input(mask) == Rows((1, 4), confirmed=True)
+    assert samples.of_input(mask[0]) == Rows()
+
+
+def located(batch: torch.Tensor, step: Any) -> tuple[tuple[int, ...], bool]:
+    """Return the samples of a step's culprit, and whether they were confirmed."""
+    (culprit,) = locate(Snapshot.capture(None, batch, lambda _, b: step(b)), remedies=False).culprits
+    return culprit.samples, culprit.samples_confirmed
+
+
+def test_rows_are_confirmed_by_a_run_without_them() -> None:
+    """A healthy row in the place of the bad one heals the call."""
+    x = torch.rand(ROWS, 3) + 1
+    x[3] = 0
+    assert located(x, lambda b: b.sum(1).log().sum()) == ((3,), True)
+
+
+def test_an_equal_size_is_no_evidence() -> None:
+    """A head, a class or a column whose number could be that of a row is not told as one."""
+    weight = torch.ones(2, 3)
+    weight[1] = 0
+    x = torch.rand(2, 3) + 1
+    assert located(x, lambda b: (weight @ b.T).T.sum(0).log().sum()) == ((), False)
+
+
+def test_rows_of_a_lookup() -> None:
+    """Bad elements of a table belong to the rows that look them up."""
+    numbers = torch.tensor([1, 2, 0, 1])
+
+    def looked_up(rows: torch.Tensor) -> torch.Tensor:
+        table = (torch.tensor([1.0, 2.0, 0.0]) / torch.tensor([1.0, 1.0, 0.0]))[:, None]
+        return functional.embedding(rows % 3, table).sum()
+
+    assert located(numbers + 1, looked_up) == ((0, 3), True)

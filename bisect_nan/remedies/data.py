@@ -10,6 +10,7 @@ from bisect_nan import finite
 from bisect_nan.finding import Phase
 from bisect_nan.neutral import typical
 from bisect_nan.remedies.proposal import Proposal, Site
+from bisect_nan.samples import Batch
 
 ISOLATED = 0.01
 """Share of bad elements up to which replacing them by a number is offered: more of them means that something upstream is wrong."""
@@ -40,25 +41,9 @@ def replace_elements(site: Site) -> Iterator[Proposal]:
 def skip_samples(site: Site) -> Iterator[Proposal]:
     """Put a healthy row of the batch in the place of those that carry the fault."""
     rows = site.culprit.samples
-    inputs = [
-        p.value
-        for p in site.program.placeholders
-        if p.phase is Phase.INPUT
-        and not p.constant
-        and p.name.startswith("batch")
-        and site.program.values[p.value].shape
-    ]
-    sizes = [site.program.values[value].shape[0] for value in inputs]
-    size = max(set(sizes), key=sizes.count, default=0)
-    healthy = [row for row in range(size) if row not in rows]
-    if not rows or not healthy:
+    changed = Batch(site.program).without(rows, site.tensors) if rows else {}
+    if not changed:
         return
-    order = torch.tensor([healthy[0] if row in rows else row for row in range(size)])
-    changed = {
-        value: site.tensors[value].index_select(0, order.to(site.tensors[value].device))
-        for value in inputs
-        if site.program.values[value].shape[0] == size and value in site.tensors
-    }
     which = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")  # noqa: PLR2004
     yield Proposal(
         "skip_samples",

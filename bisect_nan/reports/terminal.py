@@ -107,7 +107,7 @@ def _values(culprit: Culprit) -> Iterator[Text]:
             if summary is bad:
                 first = culprit.element or summary.first
                 tail = f"   first at {list(first)}" if first else ""
-                tail += f"   {words.samples(culprit.samples)}" if culprit.samples else ""
+                tail += f"   {words.samples(culprit)}" if culprit.samples else ""
             name = f"{summary.name:{width}}  " if width else ""
             title = f"{label}  {name}" if culprit.node >= 0 else ""
             yield _line(

@@ -88,11 +88,13 @@ def noun(shown: Symptom) -> str:
     return f"the gradient of {shown.name}" if shown.kind == "gradient" else f"the {shown.kind} {shown.name}"
 
 
-def samples(rows: Sequence[int]) -> str:
-    """Return `sample 1` or `samples 1, 4, 6`, a long list cut."""
+def samples(culprit: Culprit) -> str:
+    """Return `sample 1` or `samples 1, 4, 6`, a long list cut, and whether that was seen or derived."""
+    rows = culprit.samples
     shown = [str(row) for row in rows[:_SHOWN]]
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return f"sample{'s' if len(rows) > 1 else ''} {', '.join(shown)}{more}"
+    how = "" if culprit.samples_confirmed else " (derived)"
+    return f"sample{'s' if len(rows) > 1 else ''} {', '.join(shown)}{more}{how}"
 
 
 def short(op: str) -> str:
