@@ -14,7 +14,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.finite import NonFinite
-from bisect_nan.influence import aligned, gathered, influence, is_number, union
+from bisect_nan.influence import aligned, gathered, influences, is_number, union
 from bisect_nan.neutral import SMALL, distinct, neutralised, tamed
 from bisect_nan.replay import Executed
 from bisect_nan.stretch import Env
@@ -65,8 +65,12 @@ def responsible(executed: Executed, number: int, mask: torch.Tensor) -> Env:
     seen = aligned(executed, number, bad)
     if seen is not None:
         return {n: gathered(mask & m, executed.inputs[n].shape) & bad[n] for n, m in seen.items()}
-    found = {n: m & bad[n] for n, m in influence(executed, number, mask).items() if n in bad}
-    if not _any(found) and sum(m.numel() for m in bad.values()) <= SMALL:
+    found: Env = {}
+    for influence in influences(executed, number, mask):
+        found = {n: m & bad[n] for n, m in influence.items() if n in bad}
+        if _any(found):
+            return found
+    if sum(m.numel() for m in bad.values()) <= SMALL:
         found = _by_halves(executed, number, mask, bad)
     return found if _any(found) else bad
 

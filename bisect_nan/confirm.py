@@ -5,8 +5,9 @@ Only births are neutralised, never links: replacing a link would heal its birth'
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,55 +15,13 @@ from bisect_nan import finite
 from bisect_nan.blame import split
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
-from bisect_nan.neutral import distinct, neutralised, tamed, typical
+from bisect_nan.neutral import NEUTRALS, Neutral, median, tame, typical
 from bisect_nan.replay import Edit, Executed, Run
 from bisect_nan.stretch import Checkpoint, Env, Stretch
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.trace import Birth, Origin, site
 
-Neutral = Callable[[torch.Tensor, Executed | None, int], torch.Tensor | float]
-"""What to put in the place of bad elements: from the tensor, the call that made it (None for a placeholder) and its number."""
-
-
-def _typical(tensor: torch.Tensor, _: Executed | None, __: int) -> float:
-    """The median of the finite elements."""
-    return typical(tensor)
-
-
-def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> torch.Tensor | float:
-    """What the call gives in double precision, clipped to the tensor's own range."""
-    if executed is None or tensor.is_complex():
-        return typical(tensor)
-    try:
-        result = executed.again({n: t.double() if t.is_floating_point() else t for n, t in executed.inputs.items()})[
-            number
-        ]
-    except RuntimeError:  # no such kernel in double precision
-        return typical(tensor)
-    limit = torch.finfo(tensor.dtype).max
-    return torch.where(finite.mask(result), typical(tensor), result).clamp(-limit, limit).to(tensor.dtype)
-
-
-def _extreme(tensor: torch.Tensor, executed: Executed | None, number: int) -> torch.Tensor | float:
-    """The largest or the smallest finite element in the place of an infinity: every comparison and selection stays as it was."""
-    healthy = tensor[~finite.mask(tensor)]
-    if tensor.is_complex() or not healthy.numel():
-        return _typical(tensor, executed, number)
-    lowest, highest = healthy.aminmax()
-    return torch.nan_to_num(tensor, typical(tensor), float(highest), float(lowest))
-
-
-def _tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
-    """The median, and all healthy elements brought far from the end of the range, where the neighbours of an overflow are."""
-    return tamed(neutralised(tensor, finite.mask(tensor)))
-
-
-def _distinct(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
-    """Values without pattern: a constant has no variance and no inverse."""
-    return distinct(tensor)
-
-
-NEUTRALS: tuple[Neutral, ...] = (_typical, _precise, _distinct, _extreme, lambda *_: 1.0, lambda *_: 0.0, _tame)
-"""Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""
+_MANY = 16
+"""Births up to which each is released by itself, and above which those of the same line stand or fall together at first."""
 
 
 class Answer(enum.Enum):
@@ -81,6 +40,7 @@ class Interventions:
 
     Attributes:
         runs: Runs made so far.
+        own: What was neutralised in the run that healed last: each birth with those elements that were bad there, and its own.
     """
 
     def __init__(self, stretch: Stretch, checkpoints: Sequence[Checkpoint], targets: Iterable[int]) -> None:
@@ -94,6 +54,7 @@ class Interventions:
         self._stretch, self._checkpoints, self._targets = stretch, checkpoints, tuple(targets)
         self._neutral = NEUTRALS[0]
         self.runs = 0
+        self.own: list[Birth] = []
 
     def heals(self, births: Sequence[Birth]) -> bool:
         """Whether the symptom goes when all of `births`, and nothing else, are neutralised.
@@ -117,12 +78,18 @@ class Interventions:
         return self._answer(births, self._neutral) in (Answer.GONE, Answer.LEFT_CLEAN)
 
     def differ(self, some: Sequence[Birth], others: Sequence[Birth]) -> bool:
-        """Whether the first target comes out differently when one or the other births are neutralised; both heal the symptom."""
+        """Whether the first target comes out differently when one or the other births are neutralised; both heal the symptom.
+
+        Where the recorded calls cannot follow the changed values it does.
+        """
         results = []
         for births in (some, others):
             run = Run(self._stretch, self._checkpoints[0], self.edits(births), self.state(births))
             self.runs += 1
-            run.advance(len(self._stretch))
+            try:
+                run.advance(len(self._stretch))
+            except ReplayError:
+                return True
             results.append(run.env[self._targets[0]])
         return not finite.same(*results)
 
@@ -131,11 +98,21 @@ class Interventions:
 
         Releases the latest first: of two births on one path, either of which heals, the earlier one is the root.
         """
-        kept = list(births)
+        if len(births) <= _MANY:
+            return self._released([[birth] for birth in births])
+        sites: dict[object, list[Birth]] = {}
+        for birth in births:
+            sites.setdefault(site(self._stretch.program, birth), []).append(birth)
+        kept = self._released(list(sites.values()))
+        return self._released([[birth] for birth in kept]) if len(kept) <= _MANY else kept
 
-        def release(candidates: list[Birth]) -> None:
-            rest = [birth for birth in kept if all(birth is not candidate for candidate in candidates)]
-            if rest and self.still_heals(rest):
+    def _released(self, groups: list[list[Birth]]) -> list[Birth]:
+        """Release groups of births, the latest first, as long as what is left heals."""
+        kept = list(groups)
+
+        def release(candidates: list[list[Birth]]) -> None:
+            rest = [group for group in kept if all(group is not candidate for candidate in candidates)]
+            if rest and self.still_heals([birth for group in rest for birth in group]):
                 kept[:] = rest
             elif len(candidates) > 1:
                 middle = len(candidates) // 2
@@ -143,23 +120,26 @@ class Interventions:
                 release(candidates[:middle])
 
         if len(kept) > 1:
-            release(sorted(births, key=lambda birth: birth.node))
-        return kept
+            release(sorted(groups, key=lambda group: min(birth.node for birth in group)))
+        return [birth for group in kept for birth in group]
 
-    def edits(self, births: Sequence[Birth], neutral: Neutral = _typical) -> dict[int, Edit]:
-        """Return the edits that neutralise the births made by calls."""
+    def edits(
+        self, births: Sequence[Birth], neutral: Neutral = median, seen: list[Birth] | None = None
+    ) -> dict[int, Edit]:
+        """Return the edits that neutralise the births made by calls; they add what they neutralise to `seen`."""
         at: dict[int, list[Birth]] = {}
         for birth in births:
             if birth.placeholder is None:
                 at.setdefault(birth.node, []).append(birth)
-        return {node: _edit(group, neutral) for node, group in at.items()}
+        return {node: _edit(group, neutral, seen) for node, group in at.items()}
 
-    def state(self, births: Sequence[Birth], neutral: Neutral = _typical) -> Env:
+    def state(self, births: Sequence[Birth], neutral: Neutral = median) -> Env:
         """Return the placeholders among the births with their bad elements neutralised."""
         start, changed = self._checkpoints[0].env, {}
         for birth in births:
             if birth.placeholder is not None:
-                changed[birth.value] = start[birth.value].clone()
+                if birth.value not in changed:
+                    changed[birth.value] = start[birth.value].clone()
                 _replace(changed[birth.value], birth.mask, neutral, None, birth.value)
         return changed
 
@@ -168,13 +148,19 @@ class Interventions:
         places = [0 if b.placeholder is not None else self._stretch.cut_after(b.node) - 1 for b in births]
         checkpoint = [c for c in self._checkpoints if c.cut <= min(places)][-1]
         self.runs += 1
-        run = Run(self._stretch, checkpoint, self.edits(births, neutral), self.state(births, neutral))
+        seen = [birth for birth in births if birth.placeholder is not None]
+        run = Run(self._stretch, checkpoint, self.edits(births, neutral, seen), self.state(births, neutral))
         try:
             run.advance(len(self._stretch))
         except ReplayError:
-            return self._where_it_left(checkpoint, run)
-        bad = finite.probe(run.env[target] for target in self._targets)
-        return Answer.STAYS if bad else Answer.GONE
+            answer = self._where_it_left(checkpoint, run)
+            if answer is Answer.LEFT_CLEAN:
+                self.own = list(births)  # those behind the place where it stopped have not been seen
+            return answer
+        if finite.probe(run.env[target] for target in self._targets):
+            return Answer.STAYS
+        self.own = seen or list(births)
+        return Answer.GONE
 
     def _where_it_left(self, checkpoint: Checkpoint, run: Run) -> Answer:
         """Compare the frontier at which a run left the recorded path with the same one without interventions."""
@@ -186,15 +172,18 @@ class Interventions:
         return Answer.LEFT
 
 
-def _edit(births: Sequence[Birth], neutral: Neutral) -> Edit:
+def _edit(births: Sequence[Birth], neutral: Neutral, seen: list[Birth] | None) -> Edit:
     def neutralise(executed: Executed) -> None:
         for birth in births:
             made = executed.content[birth.value]
             bad = birth.mask.to(made.device)
             if birth.origin is not Origin.UNWRITTEN:
                 bad = bad & finite.mask(made)
-            if bad.any():
-                _replace(made, _own(executed, birth, bad), neutral, executed, birth.value)
+            own = _own(executed, birth, bad) if bad.any() else bad
+            if own.any():
+                _replace(made, own, neutral, executed, birth.value)
+                if seen is not None:
+                    seen.append(dataclasses.replace(birth, mask=own))
 
     return neutralise
 
@@ -217,7 +206,7 @@ def _replace(
         return
     mask = mask.to(tensor.device)
     value = neutral(tensor, executed, number)
-    if neutral is _tame:
+    if neutral is tame:
         mask = mask | ~finite.mask(tensor)
     if isinstance(value, torch.Tensor):
         tensor.copy_(torch.where(mask, value, tensor))

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -23,12 +23,12 @@ from bisect_nan.causes.optimizer import LEARNING_RATE_EXPLOSION
 from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
 from bisect_nan.explain import Examination
-from bisect_nan.finding import Culprit, Finding, Innocent, SearchCost, Verdict
+from bisect_nan.finding import Culprit, Finding, Innocent, Phase, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
 from bisect_nan.inquest import Inquest, without
 from bisect_nan.intent import Intent
 from bisect_nan.program import Program
-from bisect_nan.replay import Run, own_generator
+from bisect_nan.replay import Edit, Run, own_generator
 from bisect_nan.reproduce import Pass, walk
 from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
@@ -109,7 +109,7 @@ class _Case:
         self._stop("confirm")
         if not births:
             return self._answer(Verdict.INCONCLUSIVE, [], innocents, None)
-        return self._answer(Verdict.LOCATED, births, innocents, reproduced)
+        return self._answer(Verdict.LOCATED, births, innocents, reproduced, inquest.court.edits(births))
 
     # --- 1. reproduce -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,8 @@ class _Case:
         """Whether the step takes in other infinities of the same tensor: then they are meant, and some call cannot bear all."""
         tensor = self.start.env[birth.value]
         bad = finite.mask(tensor)
-        if finite.has([tensor], NonFinite.NAN) or not (bad & ~birth.mask).any():
+        outside = birth.placeholder is not None and birth.placeholder.phase is Phase.INPUT
+        if not outside or finite.has([tensor], NonFinite.NAN) or not (bad & ~birth.mask).any():
             return False
         return inquest.court.differ([birth], [replace(birth, mask=bad)])
 
@@ -229,12 +230,17 @@ class _Case:
     # --- the answer -------------------------------------------------------------------------------------------------------
 
     def _answer(
-        self, verdict: Verdict, births: Sequence[Birth], innocents: Sequence[Birth], done: Pass | None
+        self,
+        verdict: Verdict,
+        births: Sequence[Birth],
+        innocents: Sequence[Birth],
+        done: Pass | None,
+        edits: Mapping[int, Edit] | None = None,
     ) -> Finding:
         culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
             examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets)
-            culprits = examination.culprits(births, innocents)
+            culprits = examination.culprits(births, innocents, edits)
             self._stop("explain")
             if self.remedies:
                 trial = Trial(self.snapshot, self.dependence, examination.sites)

@@ -9,15 +9,16 @@ import torch
 from bisect_nan import causes, finite
 from bisect_nan.causes.evidence import Call, Evidence, base_name
 from bisect_nan.dependence import Dependence
+from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
 from bisect_nan.program import Arguments, Node, Ref, named, substitute
 from bisect_nan.remedies import Site
-from bisect_nan.replay import Executed, Run
+from bisect_nan.replay import Edit, Executed, Run
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Rows, Samples
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Stretch
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.trace import Birth, Origin, site
 from bisect_nan.trend import within
 
 _TRANSPARENT = {
@@ -68,6 +69,8 @@ _TRANSPARENT = {
 """Calls that an operand is followed back through."""
 
 _ANCESTORS = 24
+_TURNS = 16
+"""Turns of a loop whose rows are looked for."""
 
 
 class Examination:
@@ -94,18 +97,28 @@ class Examination:
         self._program, self._symptom = snapshot.program, snapshot.observed.symptom
         self._stretch, self._dependence, self._done, self._targets = stretch, dependence, done, targets
         self._turned: set[int] = set()
-        self._infinities: tuple[int, ...] = ()
         self._tensors = snapshot.tensors()
         self.sites: list[Site] = []
+        self._edits: Mapping[int, Edit] = {}
         self._samples = Samples(snapshot.program, stretch, done.checkpoints, targets)
 
-    def culprits(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> tuple[Culprit, ...]:
-        """Return one culprit for each place where births lie, the earliest first."""
-        self._infinities = tuple({birth.node for birth in innocents if birth.node >= 0 and birth.origin is Origin.MADE})
+    def culprits(
+        self, births: Sequence[Birth], innocents: Sequence[Birth], edits: Mapping[int, Edit] | None = None
+    ) -> tuple[Culprit, ...]:
+        """Return one culprit for each place in the code where births lie, the earliest first.
+
+        All turns of a loop are one place, and its first one is shown.
+
+        Args:
+            births: The guilty births.
+            innocents: Births that were acquitted.
+            edits: What neutralises the guilty ones: a birth is shown with the values that it has without those before it.
+        """
+        self._edits = edits or {}
         self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
-        places: dict[tuple[int, int], list[Birth]] = {}
+        places: dict[tuple[object, ...], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):
-            places.setdefault((birth.node, -1 if birth.placeholder is None else birth.value), []).append(birth)
+            places.setdefault(site(self._program, birth), []).append(birth)
         return tuple(
             self._state(group[0]) if group[0].placeholder else self._call(group, innocents) for group in places.values()
         )
@@ -147,7 +160,7 @@ class Examination:
     def _call(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> Culprit:
         node = self._program.nodes[births[0].node]
         executed = self._execute(node)
-        value, mask = _blamed(executed, births)
+        value, mask = _blamed(executed, [birth for birth in births if birth.node == node.index])
         origin = self._program.origin(node)
         evidence = Evidence(
             call=self._live(executed),
@@ -161,7 +174,7 @@ class Examination:
             history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)
-        carried = self._samples.of_result(node.index, value, mask) if node.phase is not Phase.OPTIMIZER else Rows()
+        carried = self._rows(births) if node.phase is not Phase.OPTIMIZER else Rows()
         op = str(origin.target) if node.source is None and node.forward is not None else str(node.target)
         culprit = Culprit(
             phase=node.phase,
@@ -200,8 +213,13 @@ class Examination:
             node=origin,
             call=call,
             evidence=evidence,
-            infinities=self._infinities,
         )
+
+    def _rows(self, births: Sequence[Birth]) -> Rows:
+        """Return the rows of the batch that births at one place come from, those of its first turns when it is a loop."""
+        found = [self._samples.of_result(birth.node, birth.value, birth.mask) for birth in births[:_TURNS]]
+        rows = tuple(sorted({row for own in found for row in own.rows}))
+        return Rows(rows, confirmed=bool(rows) and all(own.confirmed for own in found if own.rows))
 
     def _written(self, innocents: Sequence[Birth]) -> tuple[SourceLine, ...]:
         """The lines that wrote infinities on purpose, each once."""
@@ -211,11 +229,17 @@ class Examination:
         return tuple(dict.fromkeys(source for node in nodes if (source := self._program.source(node))))
 
     def _execute(self, node: Node) -> Executed:
-        """Run one call again, from the latest checkpoint before it."""
+        """Run one call again, from the latest checkpoint before it and before all births that have to be neutralised."""
         place = self._stretch.cut_after(node.index) - 1
-        run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= place][-1])
-        run.advance(place)
+        edits = {index: edit for index, edit in self._edits.items() if index < node.index}
+        first = min([place, *(self._stretch.cut_after(index) - 1 for index in edits)])
+        run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= first][-1], edits)
         seen: list[Executed] = []
+        try:
+            run.advance(place)
+        except ReplayError:  # the recorded calls cannot follow the changed values
+            run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= place][-1])
+            run.advance(place)
         run.advance(place + 1, seen.append)
         return seen[0]
 

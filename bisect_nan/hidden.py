@@ -8,6 +8,7 @@ to where these were born. Interventions then decide whether they are the root.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 import torch
@@ -17,7 +18,7 @@ from bisect_nan.blame import split
 from bisect_nan.dependence import Dependence
 from bisect_nan.influence import depended_on, is_number
 from bisect_nan.intent import Intent
-from bisect_nan.replay import Executed, Run
+from bisect_nan.replay import Edit, Executed, Run
 from bisect_nan.stretch import Checkpoint, Stretch
 from bisect_nan.trace import Birth, Marks, Origin, Trail
 
@@ -26,7 +27,12 @@ class Census:
     """Knows where a run makes bad values at all: without any there is nothing to follow, which is the usual case."""
 
     def __init__(
-        self, stretch: Stretch, checkpoints: Sequence[Checkpoint], intent: Intent, dependence: Dependence
+        self,
+        stretch: Stretch,
+        checkpoints: Sequence[Checkpoint],
+        intent: Intent,
+        dependence: Dependence,
+        edits: Mapping[int, Edit] | None = None,
     ) -> None:
         """Prepare; nothing is run before the first question.
 
@@ -35,8 +41,10 @@ class Census:
             checkpoints: Where segments can be run from again, ascending, the first at cut 0.
             intent: Tells the infinities that were written on purpose.
             dependence: Of the whole program.
+            edits: Interventions that are in force, in the checkpoints as well.
         """
         self._stretch, self._checkpoints, self._intent, self._dependence = stretch, checkpoints, intent, dependence
+        self._edits = edits
         self._made: list[int] = []
         self._counted = 0
 
@@ -50,14 +58,21 @@ class Census:
         self._count(cut - 1)
         before = nx.ancestors(self._dependence.graph, birth.node)
         unwritten = any(self._stretch.program.nodes[call].memory is not None for call in before)
-        if before.isdisjoint(self._made) and not unwritten:
+        if before.isdisjoint(self._made) and not unwritten and not self._outside():
             return []
         return self._roots(birth, everything=unwritten)
 
     def _roots(self, birth: Birth, *, everything: bool = False, zeros_only: bool = False) -> list[Birth]:
-        walk = _Walk(self._stretch, self._checkpoints, self._intent, birth, everything, zeros_only)
+        follow = _Follow(birth, everything, zeros_only)
+        walk = _Walk(self._stretch, self._checkpoints, self._intent, follow, self._edits)
         walk.follow(self._stretch.cut_after(birth.node))
         return [birth for birth in walk.births if birth.origin is not Origin.WRITTEN]
+
+    def _outside(self) -> bool:
+        """Whether a tensor came in with bad values that are not meant."""
+        start, known = self._checkpoints[0].env, self._stretch.program.placeholders
+        held = [(placeholder, start[placeholder.value]) for placeholder in known if placeholder.value in start]
+        return any(finite.probe([tensor]) and not self._intent.means(p, tensor) for p, tensor in held)
 
     def _count(self, cut: int) -> None:
         """Note the calls before a cut that make bad values which are not meant."""
@@ -70,13 +85,28 @@ class Census:
             if finite.probe(executed.content.values()) and self._makes(executed):
                 self._made.append(executed.node.index)
 
-        Run(self._stretch, checkpoint).advance(cut, look)
+        Run(self._stretch, checkpoint, self._edits).advance(cut, look)
 
     def _makes(self, executed: Executed) -> bool:
         masks = {n: finite.mask(made) for n, made in executed.content.items() if self._stretch.fills(executed.node, n)}
         parts = [split(executed, n, mask) for n, mask in masks.items() if bool(mask.any())]
         born = any(bool(part.born.any()) for part in parts) and not self._intent.wrote(executed)
         return born or any(bool(part.converted.any()) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Follow:
+    """What a walk follows.
+
+    Attributes:
+        birth: Where it starts.
+        everything: Whether healthy operands of any value are followed, not only those that an infinity leaves behind.
+        zeros_only: Whether to give up where such a value was made of others, which keeps the walk short.
+    """
+
+    birth: Birth
+    everything: bool
+    zeros_only: bool
 
 
 class _Walk(Trail):
@@ -87,24 +117,14 @@ class _Walk(Trail):
         stretch: Stretch,
         checkpoints: Sequence[Checkpoint],
         intent: Intent,
-        birth: Birth,
-        everything: bool,
-        zeros_only: bool,
+        follow: _Follow,
+        edits: Mapping[int, Edit] | None,
     ) -> None:
-        """Prepare a walk.
-
-        Args:
-            stretch: The calls.
-            checkpoints: Where segments can be run from again.
-            intent: Tells the infinities that were written on purpose.
-            birth: Where to start.
-            everything: Whether its healthy operands of any value are followed, not only those that an infinity leaves behind.
-            zeros_only: Whether to give up where such a value was made of others, which keeps the walk short.
-        """
-        super().__init__(stretch, checkpoints, intent)
-        self._birth, self._everything, self._zeros_only = birth, everything, zeros_only
+        """Prepare a walk; arguments as for any trail."""
+        super().__init__(stretch, checkpoints, intent, edits)
+        self._birth, self._everything, self._zeros_only = follow.birth, follow.everything, follow.zeros_only
         self._healthy = Marks(stretch.program)
-        self._healthy.add(birth.value, birth.mask)
+        self._healthy.add(self._birth.value, self._birth.mask)
 
     def _waiting(self) -> set[int]:
         return self.marks.memories() | self._healthy.memories()

@@ -6,7 +6,7 @@ the actual values, so that a selection selects the same elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -84,11 +84,17 @@ def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
     A selection takes NaN for the highest value or for the lowest, so both are tried where there is any.
     """
     found: Env = {}
-    orders = (True, False) if finite.has(executed.inputs.values(), NonFinite.NAN) else (True,)
-    for highest in orders:
-        for n, m in _derivative(executed, number, mask, nan_highest=highest).items():
+    for one in influences(executed, number, mask):
+        for n, m in one.items():
             found[n] = found[n] | m if n in found else m
     return found
+
+
+def influences(executed: Executed, number: int, mask: torch.Tensor) -> Iterator[Env]:
+    """Yield the influence with NaN as the highest value, and then, where there is any, with NaN as the lowest."""
+    yield _derivative(executed, number, mask)
+    if finite.has(executed.inputs.values(), NonFinite.NAN):
+        yield _derivative(executed, number, mask, nan_highest=False)
 
 
 def _derivative(

@@ -7,10 +7,12 @@ neighbours of an overflow are close to the end of the range themselves.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from bisect_nan import finite
+from bisect_nan.replay import Executed
 
 SMALL = 1 << 16
 """Elements of a tensor up to which it is worth to sort it, or to try many variants of it."""
@@ -65,3 +67,48 @@ def neutralised(tensor: torch.Tensor, mask: torch.Tensor, value: float | torch.T
     if not isinstance(value, torch.Tensor):
         value = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
     return torch.where(mask, value, tensor)
+
+
+Neutral = Callable[[torch.Tensor, Executed | None, int], torch.Tensor | float]
+"""What to put in the place of bad elements: from the tensor, the call that made it (None for a placeholder) and its number."""
+
+
+def median(tensor: torch.Tensor, _: Executed | None, __: int) -> float:
+    """The median of the finite elements."""
+    return typical(tensor)
+
+
+def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> torch.Tensor | float:
+    """What the call gives in double precision, clipped to the tensor's own range."""
+    if executed is None or tensor.is_complex():
+        return typical(tensor)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in executed.inputs.items()}
+    try:
+        result = executed.again(wide)[number]
+    except RuntimeError:  # no such kernel in double precision
+        return typical(tensor)
+    limit = torch.finfo(tensor.dtype).max
+    return torch.where(finite.mask(result), typical(tensor), result).clamp(-limit, limit).to(tensor.dtype)
+
+
+def _extreme(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor | float:
+    """The largest or the smallest finite element in the place of an infinity: every comparison and selection stays as it was."""
+    healthy = tensor[~finite.mask(tensor)]
+    if tensor.is_complex() or not healthy.numel():
+        return typical(tensor)
+    lowest, highest = healthy.aminmax()
+    return torch.nan_to_num(tensor, typical(tensor), float(highest), float(lowest))
+
+
+def tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
+    """The median, and all healthy elements brought far from the end of the range, where the neighbours of an overflow are."""
+    return tamed(neutralised(tensor, finite.mask(tensor)))
+
+
+def _distinct(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:
+    """Values without pattern: a constant has no variance and no inverse."""
+    return distinct(tensor)
+
+
+NEUTRALS: tuple[Neutral, ...] = (median, _precise, _distinct, _extreme, lambda *_: 1.0, lambda *_: 0.0, tame)
+"""Tried in turn: a neutral value may make a fault of its own (0 under a logarithm), and then it is no evidence."""

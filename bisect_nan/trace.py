@@ -57,6 +57,14 @@ def of(births: Iterable[Birth], origin: Origin) -> list[Birth]:
     return [birth for birth in births if birth.origin is origin]
 
 
+def site(program: Program, birth: Birth) -> tuple[object, ...]:
+    """Return where a birth lies in the code: the same for every turn of a loop, another one for every module."""
+    if birth.node < 0:
+        return (birth.value,)
+    node = program.nodes[birth.node]
+    return node.target, program.source(node), node.module, node.autograd
+
+
 class Marks:
     """Which elements of which memory are to be explained."""
 

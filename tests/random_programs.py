@@ -7,7 +7,7 @@ with ones there instead the fault is repaired and nothing else of the program ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,16 @@ IN_PLACE = (
 )
 """Statements that write in place."""
 
+ENDS = (
+    "{t}.mean()",
+    "{t}.square().mean()",
+    "{t}.abs().sum() / 9",
+    "{t}[0].mean()",
+    "{t}[:, 1:].mean()",
+    "{t}.tanh().mean()",
+)
+"""How a value enters the loss."""
+
 HIDING = (
     "{a} / {b}.abs().neg().exp().clamp(max=1)",
     "torch.log(1 / (1 + {b}.abs())) + {a}",
@@ -114,7 +124,14 @@ HIDING = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of fault: `{k}` is a value that is 0 where the fault is planted and 1 elsewhere, `{p}` a positive one that is 0 there."""
+    """A kind of fault.
+
+    Attributes:
+        text: The guilty call. `{k}` is 0 where the fault is planted and 1 elsewhere, `{p}` a positive value that is 0 there.
+        makes: What is bad afterwards.
+        rows: Whether whole rows are planted.
+        before: A statement that makes `{q}` of healthy values.
+    """
 
     text: str
     makes: str
@@ -138,13 +155,16 @@ FORWARD = (
     Kind("{q} * 0.0", "nan", before="{q} = torch.where({k} > 0, 1.0, float('inf'))"),
     Kind("{q} - {q}", "nan", before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('inf'))"),
     Kind(
-        "{q}.softmax(-1)", "nan", True, before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('-inf'))"
+        "{q}.softmax(-1)",
+        "nan",
+        rows=True,
+        before="{q} = {a}.masked_fill(~{m}, 0.0).masked_fill({k} == 0, float('-inf'))",
     ),
-    Kind("{p} / {p}.sum(-1, keepdim=True)", "nan", True),
-    Kind("{p} / {p}.norm(dim=-1, keepdim=True)", "nan", True),
-    Kind("{p}.log().mean(-1, keepdim=True).expand(4, 6)", "inf", True),
-    Kind("(3e38 * (1 - {k})) @ torch.ones(6, 6)", "inf", True),
-    Kind("torch.logdet({p}[:, 0, None, None] * torch.eye(2))[:, None].expand(4, 6)", "inf", True),
+    Kind("{p} / {p}.sum(-1, keepdim=True)", "nan", rows=True),
+    Kind("{p} / {p}.norm(dim=-1, keepdim=True)", "nan", rows=True),
+    Kind("{p}.log().mean(-1, keepdim=True).expand(4, 6)", "inf", rows=True),
+    Kind("(3e38 * (1 - {k})) @ torch.ones(6, 6)", "inf", rows=True),
+    Kind("torch.logdet({p}[:, 0, None, None] * torch.eye(2))[:, None].expand(4, 6)", "inf", rows=True),
     Kind("{p}.log_softmax(-1) * 0 + F.kl_div({p}.log(), {p}, reduction='none')", "inf"),
 )
 """Faults that make non-finite values in the forward pass."""
@@ -155,7 +175,7 @@ STATE = (Kind("{a} + batch['extra_{i}']", "batch['extra_{i}']"), Kind("{a} * mod
 BACKWARD = (
     Kind("{p}.sqrt()", "gradient"),
     Kind("{p}.pow(0.3)", "gradient"),
-    Kind("{p}.square().sum(-1, keepdim=True).sqrt().expand(4, 6)", "gradient", True),
+    Kind("{p}.square().sum(-1, keepdim=True).sqrt().expand(4, 6)", "gradient", rows=True),
     Kind("({p} * 0 + {k}).acos() / 3", "gradient inverse"),
     Kind("{p}.pow(0.5) * {a}", "gradient"),
     Kind("torch.atan2({p}.sqrt(), {a}.detach().abs() + 1)", "gradient"),
@@ -232,7 +252,7 @@ class RandomProgram:
         spared: dict[int, tuple[int, ...]] | None = None,
         repair: float = 1.0,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Return model and batch, with `repair` in the place of the zeros of some faults; of faults in `spared` only these rows stay."""
+        """Return model and batch, with `repair` in the place of the zeros of some faults; of those in `spared` these rows stay."""
         generator = torch.Generator().manual_seed(self.seed)
         model = nn.Module()
         model.w = nn.Parameter(torch.randn(COLUMNS, COLUMNS, generator=generator))
@@ -275,80 +295,104 @@ class RandomProgram:
         return model, batch
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What programs are to be drawn.
+
+    Attributes:
+        least: Fewest faults.
+        most: Most faults; each is masked, or not, by whatever comes after it.
+        length: Most statements, those that plant faults counted once.
+        backward: Whether faults of the gradient are among them.
+        hiding: Whether calls are among them that an infinity's finite traces can break.
+        state: Whether tensors from outside may be bad.
+    """
+
+    least: int = 0
+    most: int = 4
+    length: int = 14
+    backward: bool = False
+    hiding: bool = False
+    state: bool = False
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of fault to draw from."""
+        return FORWARD + BACKWARD * self.backward + STATE * (3 * self.state)
+
+
+class _Writer:
+    """A program under construction."""
+
+    def __init__(self, draw: st.DrawFn, plan: Plan) -> None:
+        """Start with one value of the batch and one of the batch and a parameter."""
+        self.draw, self.plan = draw, plan
+        self.lines = ["v0 = batch['x'] * 1", "v1 = batch['y'] * model.b"]
+        self.names = ["v0", "v1"]
+        self.faults: list[Fault] = []
+
+    def pick(self, items: Sequence[Any]) -> Any:
+        """Draw one of several things."""
+        return self.draw(st.sampled_from(items))
+
+    def write(self, text: str, **slots: Any) -> str:
+        """Add a line that makes a new value and return its name."""
+        name = f"v{len(self.lines)}"
+        text = text.format(v=name, **slots)
+        self.lines.append(text if text.startswith(f"{name} =") else f"{name} = {text}")
+        return name
+
+    def operands(self) -> dict[str, str]:
+        """Draw two values, one of them recent."""
+        return {"a": self.pick(self.names[-4:]), "b": self.pick(self.names)}
+
+    def statement(self) -> str:
+        """Add a healthy statement and return the name of its value."""
+        tables = [UNARY, UNARY, BINARY, BINARY, IN_PLACE, IN_PLACE, HIDING if self.plan.hiding else UNARY]
+        return self.write(self.pick(self.pick(tables)), **self.operands())
+
+    def fault(self) -> str:
+        """Plant a fault, perhaps mask it, and return the name of the value."""
+        number, kind = len(self.faults), self.pick(self.plan.kinds)
+        slots = self.operands() | {
+            "k": f"model.keep_{number}",
+            "m": f"batch['sound_{number}']",
+            "p": f"p{number}",
+            "q": f"q{number}",
+            "i": str(number),
+        }
+        self.lines.append(self.pick(PLANTING).format(**slots))
+        if kind.before:
+            self.lines.append(kind.before.format(**slots))
+        name = self.write(kind.text, **slots)
+        outside = kind.makes.format(**slots) if kind in STATE else ""
+        self.faults.append(Fault(number, len(self.lines) + 1, self.places(rows=kind.rows), outside))
+        return self.write(self.pick(MASKING), **slots | {"a": name}) if self.draw(st.booleans()) else name
+
+    def places(self, *, rows: bool) -> tuple[tuple[int, int], ...]:
+        """Draw where to plant: one or two whole rows, or up to three elements."""
+        row, column = st.integers(0, ROWS - 1), st.integers(0, COLUMNS - 1)
+        if rows:
+            chosen = self.draw(st.sets(row, min_size=1, max_size=2))
+            return tuple((r, c) for r in sorted(chosen) for c in range(COLUMNS))
+        return tuple(sorted(self.draw(st.sets(st.tuples(row, column), min_size=1, max_size=3))))
+
+    def finish(self, tails: Sequence[str]) -> RandomProgram:
+        """Add the loss over some values and return the program."""
+        parts = [self.pick(ENDS).format(t=tail) for tail in dict.fromkeys([*tails, self.names[-1]])]
+        self.lines += [f"loss = {' + '.join(parts)} + 0.01 * v1.mean()", "return loss"]
+        return RandomProgram(tuple(self.lines), tuple(self.faults), self.draw(st.integers(0, 3)))
+
+
 @st.composite
-def programs(
-    draw: st.DrawFn,
-    *,
-    backward: bool = False,
-    least: int = 0,
-    most: int = 4,
-    length: int = 14,
-    hiding: bool = False,
-    state: bool = False,
-) -> RandomProgram:
-    """Draw programs with up to `most` faults, each masked, or not, by whatever comes after it."""
-    lines = ["v0 = batch['x'] * 1", "v1 = batch['y'] * model.b"]
-    names = ["v0", "v1"]
-    faults: list[Fault] = []
-    tails: list[str] = []
-    unary, binary = st.sampled_from(UNARY), st.sampled_from(BINARY)
-    kinds = st.sampled_from(FORWARD + BACKWARD * backward + STATE * (3 * state))
-    steps = draw(st.integers(min(length, 2 + least), length))
+def programs(draw: st.DrawFn, plan: Plan = Plan()) -> RandomProgram:
+    """Draw programs as planned."""
+    writer, tails = _Writer(draw, plan), []
+    steps = draw(st.integers(min(plan.length, 2 + plan.least), plan.length))
     for step in range(steps):
-        name = f"v{len(lines)}"
-        a = draw(st.sampled_from(names[-4:]))
-        b = draw(st.sampled_from(names))
-        action = 9 if steps - step <= least - len(faults) else draw(st.integers(0, 9))
-        if action >= 7 and len(faults) < most:
-            number, kind = len(faults), draw(kinds)
-            slots = {
-                "a": a,
-                "b": b,
-                "k": f"model.keep_{number}",
-                "m": f"batch['sound_{number}']",
-                "p": f"p{number}",
-                "q": f"q{number}",
-                "i": number,
-            }
-            lines.append(draw(st.sampled_from(PLANTING)).format(**slots))
-            if kind.before:
-                lines.append(kind.before.format(**slots))
-            name = f"v{len(lines)}"
-            lines.append(f"{name} = {kind.text.format(**slots)}")
-            cells = st.tuples(st.integers(0, ROWS - 1), st.integers(0, COLUMNS - 1))
-            rows = sorted(draw(st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=2)))
-            where = (
-                [(r, c) for r in rows for c in range(COLUMNS)]
-                if kind.rows
-                else sorted(draw(st.sets(cells, min_size=1, max_size=3)))
-            )
-            name_of = kind.makes.format(i=number) if kind in STATE else ""
-            faults.append(Fault(number, len(lines) + 1, tuple(where), name_of))
-            if draw(st.booleans()):
-                masked = f"v{len(lines)}"
-                lines.append(f"{masked} = {draw(st.sampled_from(MASKING)).format(**{**slots, 'a': name})}")
-                name = masked
-        elif action == 6 and hiding:
-            lines.append(f"{name} = {draw(st.sampled_from(HIDING)).format(a=a, b=b)}")
-        elif action in (4, 5):
-            lines.append(draw(st.sampled_from(IN_PLACE)).format(v=name, a=a, b=b))
-        elif action in (2, 3):
-            lines.append(f"{name} = {draw(binary).format(a=a, b=b)}")
-        else:
-            lines.append(f"{name} = {draw(unary).format(a=a)}")
-        names.append(name)
+        due = steps - step <= plan.least - len(writer.faults)
+        plants = due or (len(writer.faults) < plan.most and draw(st.integers(0, 9)) > 6)
+        writer.names.append(writer.fault() if plants else writer.statement())
         if draw(st.integers(0, 4)) == 0:
-            tails.append(name)
-    tails = list(dict.fromkeys([*tails, names[-1]]))
-    ends = (
-        "{t}.mean()",
-        "{t}.square().mean()",
-        "{t}.abs().sum() / 9",
-        "{t}[0].mean()",
-        "{t}[:, 1:].mean()",
-        "{t}.tanh().mean()",
-    )
-    total = " + ".join(draw(st.sampled_from(ends)).format(t=tail) for tail in tails)
-    lines.append(f"loss = {total} + 0.01 * v1.mean()")
-    lines.append("return loss")
-    return RandomProgram(tuple(lines), tuple(faults), draw(st.integers(0, 3)))
+            tails.append(writer.names[-1])
+    return writer.finish(tails)

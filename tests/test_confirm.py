@@ -201,3 +201,36 @@ def test_two_ways_of_healing_can_differ() -> None:
     births = [Birth(-1, placeholder.value, mask, Origin.MADE, placeholder) for mask in (some, rest)]
     assert inter.differ(births[:1], births[1:])
     assert not inter.differ(births[:1], births[:1])
+
+
+def test_only_own_elements_are_left_to_a_birth() -> None:
+    """Inf - inf of a mask is the call's own; inf - inf of an overflow is that of the overflow."""
+
+    def step(_: None, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp().masked_fill(x < 0, INF)
+        return (y - y).sum()
+
+    inter, program = court(step, torch.tensor([1000.0, -1.0, 1.0]))
+    overflow, difference = birth(program, "exp", 0), birth(program, "sub", 0, 1, origin=Origin.TURNED)
+    assert inter.heals([overflow, difference])
+    masks = {made.node: made.mask.tolist() for made in inter.own}
+    assert masks == {overflow.node: [True, False, False], difference.node: [False, True, False]}
+
+
+def test_the_turns_of_a_loop_stand_or_fall_together() -> None:
+    """Of very many births those of one line are released at once, so that the runs do not grow with the turns."""
+
+    def step(_: None, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        for _turn in range(60):
+            total = total + x.log().sum() + torch.nan_to_num(x / x).sum()
+        return total
+
+    inter, program = court(step, torch.zeros(2))
+    logs, quotients = (
+        [birth_of(program, n.index) for n in program.nodes if n.target._schema.name == name]
+        for name in ("aten::log", "aten::div")
+    )
+    assert inter.heals([*quotients, *logs])
+    assert {program.nodes[b.node].target._schema.name for b in inter.reduce([*quotients, *logs])} == {"aten::log"}
+    assert inter.runs < 20

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_faults import KERNEL, places, planted
 from hypothesis import HealthCheck, assume, given, settings
-from random_programs import RandomProgram, programs
+from random_programs import Plan, RandomProgram, programs
 from torch import nn
 from torch.nn import functional
 
@@ -67,42 +67,42 @@ def check(program: RandomProgram, repairs: tuple[float, ...] = oracle.REPAIRS) -
 
 
 @FEW
-@given(programs(most=4, length=12, least=1))
+@given(programs(Plan(most=4, length=12, least=1)))
 def test_forward_faults(program: RandomProgram) -> None:
     """One or several culprits among innocent faults are found as the oracle finds them, with their rows, within the budget."""
     check(program)
 
 
 @FEW
-@given(programs(most=3, length=12, least=1, backward=True))
+@given(programs(Plan(most=3, length=12, least=1, backward=True)))
 def test_backward_faults(program: RandomProgram) -> None:
     """The same with faults that only the gradient shows."""
     check(program)
 
 
 @FEW
-@given(programs(most=3, length=10, least=1, state=True))
+@given(programs(Plan(most=3, length=10, least=1, state=True)))
 def test_bad_state_and_inputs(program: RandomProgram) -> None:
     """The same with NaN and infinities in the batch and in parameters, which reach the loss or are masked."""
     check(program)
 
 
 @FEW
-@given(programs(most=3, length=10, least=1, hiding=True, backward=True))
+@given(programs(Plan(most=3, length=10, least=1, hiding=True, backward=True)))
 def test_badness_that_hides_in_finite_values(program: RandomProgram) -> None:
     """The same where an infinity leaves a zero that does the harm."""
     check(program)
 
 
 @settings(FEW, max_examples=3)
-@given(programs(most=8, length=24, least=8))
+@given(programs(Plan(most=8, length=24, least=8)))
 def test_many_masked_faults(program: RandomProgram) -> None:
     """Eight faults in one program, most of them innocent."""
     check(program, oracle.REPAIRS[:1])
 
 
 @settings(FEW, max_examples=20)
-@given(programs(most=3, length=10, least=1, backward=True))
+@given(programs(Plan(most=3, length=10, least=1, backward=True)))
 def test_scan_and_bisection_agree(program: RandomProgram) -> None:
     """Probing after every call leads to the same culprits as bisection."""
     assume(oracle.judge(program) is not None)
@@ -215,6 +215,40 @@ def test_the_blamed_element_reaches_the_symptom() -> None:
     (culprit,) = locate(failing()).culprits
     assert culprit.element == (2, 1)
     assert culprit.samples == (2,)
+
+
+@pytest.mark.parametrize("turns", [3, 40])
+def test_a_loop_is_one_place(turns: int) -> None:
+    """A fault that every turn of a loop makes anew is one culprit with the rows of all turns, however many there are."""
+
+    def step(_: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = torch.ones(4)
+        for turn in range(turns):
+            columns = 1 / (batch["kernel"].T @ rows)
+            rows = 1 / (batch["kernel"] @ columns)  # row 3 is empty
+            rows = rows / batch["scale"][turn % 2]  # row 1 is divided by 0 in the second turn
+        return rows.sum()
+
+    batch = {"kernel": torch.rand(4, 4) + 0.1, "scale": torch.ones(2, 4)}
+    batch["kernel"][3], batch["scale"][1, 1] = 0, 0
+    finding = locate(Snapshot.capture(nn.Identity(), batch, step))
+    assert [(c.op, c.samples) for c in finding.culprits] == [
+        ("aten.reciprocal.default", (3,)),
+        ("aten.div.Tensor", (1,)),
+    ]
+    assert finding.search.replays < 400
+
+
+def test_a_fault_behind_another_is_shown_with_healthy_values() -> None:
+    """What shows only when an earlier fault is repaired is explained by the values that it has then."""
+
+    def step(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ratio = x / x
+        return (ratio * 0 + x).log().sum()
+
+    first, second = locate(Snapshot.capture(nn.Identity(), torch.tensor([0.0, 2.0]), step)).culprits
+    assert (first.cause, second.cause) == ("zero_over_zero", "log_of_zero")
+    assert second.inputs[0].nan == 0
 
 
 def test_a_clean_step_blames_nothing() -> None:

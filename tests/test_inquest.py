@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_a_written_infinity_that_nothing_takes_in_is_named_at_last() -> None:
     assert [birth.origin for birth in guilty] == [Origin.WRITTEN]
 
 
+def test_one_tensor_that_came_in_bad_does_harm_in_two_ways() -> None:
+    """A NaN of the batch reaches the loss, and an infinity beside it leaves a zero that does."""
+
+    def step(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(1 / (1 + x.abs())).sum()
+
+    judge, _ = inquest(step, nn.Identity(), torch.tensor([math.inf, 1.0, math.nan]))
+    guilty, _ = judge.collect()
+    (root,) = judge.roots(guilty)
+    assert root.placeholder is not None
+    assert root.mask.tolist() == [True, False, True]
+
+
 def test_one_fault_is_named_once() -> None:
     """The derivative of x / x has two parts that are both 0 / 0; a blamed forward call needs no derivative beside it."""
 
@@ -105,5 +119,6 @@ def test_births_are_compared_by_place_and_elements() -> None:
     assert is_known(small, [large])
     assert not is_known(large, [small])
     assert not is_known(Birth(1, 2, small.mask, Origin.TURNED), [large])
-    (left,) = without([small, large], [small])
-    assert left is large
+    elsewhere = Birth(2, 3, small.mask, Origin.MADE)
+    (left,) = without([small, large, elsewhere], [small])
+    assert left is elsewhere

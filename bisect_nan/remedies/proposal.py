@@ -64,7 +64,6 @@ class Site:
         call: Its live arguments; None for state.
         evidence: What the cause was told by; None for state.
         value: The placeholder's number, for state; else -1.
-        infinities: Calls that made infinities which the search acquitted.
     """
 
     program: Program
@@ -75,7 +74,6 @@ class Site:
     call: Call | None
     evidence: Evidence | None
     value: int = -1
-    infinities: tuple[int, ...] = ()
 
     @property
     def op(self) -> str:
