@@ -40,6 +40,7 @@ class Interventions:
 
     Attributes:
         runs: Runs made so far.
+        neutral: The neutral value that healed last.
         own: What was neutralised in the run that healed last: each birth with those elements that were bad there, and its own.
     """
 
@@ -52,7 +53,7 @@ class Interventions:
             targets: The values that must come out finite.
         """
         self._stretch, self._checkpoints, self._targets = stretch, checkpoints, tuple(targets)
-        self._neutral = NEUTRALS[0]
+        self.neutral = NEUTRALS[0]
         self.runs = 0
         self.own: list[Birth] = []
 
@@ -65,17 +66,17 @@ class Interventions:
         for neutral in NEUTRALS:
             answers[neutral] = self._answer(births, neutral)
             if answers[neutral] is Answer.GONE:
-                self._neutral = neutral
+                self.neutral = neutral
                 return True
         if Answer.STAYS in answers.values():
             return False
         left = [neutral for neutral, answer in answers.items() if answer is Answer.LEFT_CLEAN]
-        self._neutral = left[0] if left else NEUTRALS[0]
+        self.neutral = left[0] if left else NEUTRALS[0]
         return bool(left)
 
     def still_heals(self, births: Sequence[Birth]) -> bool:
         """Whether a part of births that heal together is enough."""
-        return self._answer(births, self._neutral) in (Answer.GONE, Answer.LEFT_CLEAN)
+        return self._answer(births, self.neutral) in (Answer.GONE, Answer.LEFT_CLEAN)
 
     def differ(self, some: Sequence[Birth], others: Sequence[Birth]) -> bool:
         """Whether the first target comes out differently when one or the other births are neutralised; both heal the symptom.

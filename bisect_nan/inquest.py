@@ -16,10 +16,16 @@ from bisect_nan.intent import Intent
 from bisect_nan.replay import Edit
 from bisect_nan.reproduce import Pass, walk
 from bisect_nan.stretch import Stretch
-from bisect_nan.trace import Birth, Origin, Trail, of, site
+from bisect_nan.trace import Birth, Origin, Trail, site
 
-_ROUNDS = 8
+_ROUNDS = 12
 """Times that births which showed only after others were neutralised are collected."""
+
+_PLACES = 8
+"""Places up to which the elements of each are looked at while the others are neutralised."""
+
+_ORDER = (Origin.MADE, Origin.UNWRITTEN, Origin.TURNED, Origin.ADMITTED, Origin.WRITTEN)
+"""Who is suspected first."""
 
 
 class Inquest:
@@ -51,56 +57,113 @@ class Inquest:
         )
         self.court = Interventions(stretch, done.checkpoints, targets)
         self.runs = 0
+        self._in_vain: list[Sequence[Birth]] = []
         self._echoing: set[int] = set()
         self._late: set[tuple[int, int]] = set()
 
-    def judge(self, *groups: Sequence[Birth]) -> list[Birth] | None:
-        """Let interventions decide which births make the symptom, bringing in one group after the other; None when none does."""
-        suspects: list[Birth] = []
-        for group in groups:
-            suspects = [*suspects, *group]
-            if group and self.court.heals(suspects):
-                self.court.reduce(self.court.own)
-                return self.court.own
-        return None
+    def judge(self, suspects: Sequence[Birth]) -> list[Birth] | None:
+        """Let interventions decide which of the suspects make the symptom; None when they do not, even all together."""
+        if not suspects or any(_alike(suspects, others) for others in self._in_vain):
+            return None
+        if not self.court.heals(suspects):
+            self._in_vain.append(suspects)
+            return None
+        self.court.reduce(self.court.own)
+        return self.court.own
 
     def collect(self) -> tuple[list[Birth], list[Birth]]:
         """Follow the whole symptom back and return who makes it and who was acquitted.
 
-        Where births show only after others were neutralised, go round again. Infinities that the program wrote are left as they
-        are until nothing else is to be found: that one of them reaches the symptom is then the fault itself.
+        Where births show only after others were neutralised, go round again. Those of one origin are left as they are until those
+        before it are complete: a mean heals the symptom as well as the infinities that it turned into NaN, and would be blamed
+        in their stead. That an infinity which the program wrote reaches the symptom is the fault itself only when there is no other.
         """
         known: list[Birth] = []
+        rank = 0
         for _ in range(_ROUNDS):
             try:
-                trail = self._without([birth for birth in known if birth.origin is not Origin.WRITTEN])
+                trail = self._without([birth for birth in known if _ORDER.index(birth.origin) <= rank])
             except ReplayError:
                 break
             fresh = [birth for birth in [*trail.births, *trail.admissions()] if not is_known(birth, known)]
             self._late |= {(birth.node, birth.value) for birth in fresh if known}
             known += [*fresh, *self._echoes(fresh, known)]
+            ranks = [_ORDER.index(birth.origin) for birth in known]
+            if all(_ORDER.index(birth.origin) > rank for birth in fresh):  # complete
+                later = [other for other in ranks if other > rank]
+                if not later:
+                    break
+                rank = min(later)
             places = _joined(known)
-            groups = [of(places, origin) for origin in (Origin.MADE, Origin.TURNED, Origin.ADMITTED)]
-            guilty = self.judge(*groups, *([] if fresh else [of(places, Origin.WRITTEN)]))
+            guilty = self.judge([birth for birth in places if _ORDER.index(birth.origin) <= rank])
             if guilty is not None:
-                return self._seen(guilty) or guilty[:1], self._seen(without(places, guilty))
-            if not fresh:
-                break
+                guilty = self._seen(guilty) or guilty[:1]
+                several = len(self._faults(guilty)) > 1
+                return self.narrowed(guilty) if several else guilty, self._seen(without(places, guilty))
         return [], self._seen(known)
 
     def narrowed(self, births: list[Birth]) -> list[Birth]:
-        """Leave only those elements that are on the way back from the symptom: one call can make harmless ones too."""
-        stretch, done = self._stretch, self._done
+        """Leave only those elements that make the symptom when the births elsewhere are neutralised.
+
+        One call can make harmless ones, too.
+        """
+        stretch = self._stretch
         first = min(stretch.cut_after(birth.node) - 1 if birth.node >= 0 else 0 for birth in births)
-        if all(int(birth.mask.sum()) == 1 for birth in births) or not stretch.is_small(first, len(stretch)):
+        faults = self._faults(births)
+        if len(faults) > _PLACES or not stretch.is_small(first, len(stretch)):
             return births
-        done.run.advance(len(stretch))
-        found = self._follow(done, since=first).births
+        kept: list[Birth] = []
+        for group in faults:
+            others = without(births, group)
+            if all((birth.mask.numel() if others else int(birth.mask.sum())) == 1 for birth in group):
+                kept += group
+                continue
+            found = self._reaching(group, others, first)
+            kept += [_as(birth, found) if others else _within(birth, found) for birth in group]
+        return kept if not _alike(kept, births) and self.court.still_heals(kept) else births
+
+    def _reaching(self, births: Sequence[Birth], others: Sequence[Birth], since: int) -> list[Birth]:
+        """Return what births behind a cut the symptom has in a run in which the others are neutralised."""
+        others = [*others, *self._forward(others)]
+        done, edits = self._done, self.court.edits(others, self.court.neutral)
+        if others:
+            self.runs += 1
+            state = self.court.state(others, self.court.neutral)
+            try:
+                done = walk(self._stretch, done.checkpoints[0], len(self._stretch), edits=edits, state=state)
+            except ReplayError:
+                return []
+        else:
+            done.run.advance(len(self._stretch))
+        found = self._follow(done, edits, since).births
         if without(births, found):  # it reaches the symptom through finite values
-            census = Census(stretch, done.checkpoints, self._intent, self._dependence)
+            census = Census(self._stretch, done.checkpoints, self._intent, self._dependence, edits)
             found = _joined([*found, *(behind for birth in found for behind in census.behind(birth))])
-        kept = [_within(birth, found) for birth in births]
-        return kept if self.court.still_heals(kept) else births
+        return found
+
+    def _faults(self, births: Sequence[Birth]) -> list[list[Birth]]:
+        """Put together the births at one place in the code, forward and backward."""
+        program = self._stretch.program
+        found: dict[object, list[Birth]] = {}
+        for birth in births:
+            call = birth.node
+            while call >= 0 and (forward := program.nodes[call].forward) is not None:
+                call = forward
+            found.setdefault(site(program, replace(birth, node=call)), []).append(birth)
+        return list(found.values())
+
+    def _forward(self, births: Sequence[Birth]) -> list[Birth]:
+        """Return the same faults in the forward pass: a call that is mended has another value as well as another derivative."""
+        nodes, values = self._stretch.program.nodes, self._stretch.program.values
+        calls = {nodes[birth.node].forward for birth in births if birth.node >= 0} - {birth.node for birth in births}
+        made = [
+            (call, n) for call in calls if call is not None and self._stretch.has(call) for n in nodes[call].outputs
+        ]
+        return [
+            Birth(call, n, torch.ones(values[n].shape, dtype=torch.bool), Origin.MADE)
+            for call, n in made
+            if n is not None and (values[n].dtype.is_floating_point or values[n].dtype.is_complex)
+        ]
 
     def _seen(self, births: Sequence[Birth]) -> list[Birth]:
         return [birth for birth in births if birth.node not in self._echoing]
@@ -193,16 +256,27 @@ class Inquest:
         return kept
 
 
-def _within(birth: Birth, found: Sequence[Birth]) -> Birth:
-    """Return a birth with only those elements that the same birth has among those found; as it is when it is not among them."""
+def _as(birth: Birth, found: Sequence[Birth]) -> Birth:
+    """Return a birth with the elements that the same birth has among those found; as it is when it is not among them."""
     same = [b.mask for b in found if (b.node, b.value, b.origin) == (birth.node, birth.value, birth.origin)]
-    return replace(birth, mask=birth.mask & same[0]) if same and bool((birth.mask & same[0]).any()) else birth
+    return replace(birth, mask=same[0]) if same else birth
+
+
+def _within(birth: Birth, found: Sequence[Birth]) -> Birth:
+    """Return a birth with only those elements that the same birth has among those found; as it is when there are none."""
+    left = birth.mask & _as(birth, found).mask
+    return replace(birth, mask=left) if bool(left.any()) else birth
 
 
 def is_known(birth: Birth, known: Sequence[Birth]) -> bool:
     """Whether one of the births covers this one."""
     there = [o for o in known if (o.node, o.value, o.origin) == (birth.node, birth.value, birth.origin)]
     return any(bool((other.mask >= birth.mask).all()) for other in there)
+
+
+def _alike(some: Sequence[Birth], others: Sequence[Birth]) -> bool:
+    """Whether births are the same, in whatever order."""
+    return all(is_known(birth, others) for birth in some) and all(is_known(other, some) for other in others)
 
 
 def _joined(births: Sequence[Birth]) -> list[Birth]:

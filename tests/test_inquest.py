@@ -47,6 +47,61 @@ def test_births_that_show_only_later_are_found() -> None:
     assert judge.runs == 3
 
 
+def test_what_turns_infinities_is_not_blamed_while_one_who_makes_them_is_hidden() -> None:
+    """A sum of opposite infinities heals alone, but not the fault that shows only when the NaN before it is gone."""
+
+    def step(_: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden, seen = ((x / x) * 0 + x).log(), x.reciprocal()
+        return torch.stack([hidden, seen, -seen]).sum()
+
+    judge, snapshot = inquest(step, nn.Identity(), torch.tensor([0.0, 2.0]))
+    guilty, _ = judge.collect()
+    assert sorted(names(snapshot, guilty)) == ["div", "log", "reciprocal"]
+
+
+def test_of_several_each_keeps_what_it_does_alone() -> None:
+    """Of two infinities that cancel each other, one does no harm by itself, so that element is not its fault."""
+
+    def step(_: Any, x: torch.Tensor) -> torch.Tensor:
+        low, high = x.log(), x.reciprocal()
+        return low.sum() + high[0] + (low + high).tanh().sum()
+
+    judge, snapshot = inquest(step, nn.Identity(), torch.zeros(2))
+    guilty, _ = judge.collect()
+    masks = {name: birth.mask.tolist() for name, birth in zip(names(snapshot, guilty), guilty, strict=True)}
+    assert masks == {"log": [True, True], "reciprocal": [True, False]}
+
+
+def test_of_several_each_gets_what_the_others_hide() -> None:
+    """A gradient that a clamped infinity keeps from spreading spreads as soon as the infinity is mended."""
+
+    class Floor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.0, 4.0]))
+
+    def step(model: Any, _: Any) -> torch.Tensor:
+        floor = model.w.log().clamp(-2, 2)
+        result: torch.Tensor = (torch.minimum(model.w, floor) * 0).sqrt().sum()
+        return result
+
+    judge, snapshot = inquest(step, Floor(), None)
+    guilty, _ = judge.collect()
+    autograd = [snapshot.program.nodes[birth.node].autograd for birth in guilty]
+    masks = {name: birth.mask.tolist() for name, birth in zip(autograd, guilty, strict=True)}
+    assert masks == {"SqrtBackward0": [True, True], "LogBackward0": [True, False]}
+
+
+def test_the_same_births_are_tried_once() -> None:
+    """What has not healed once is not tried again."""
+    judge, _ = inquest(lambda _, x: (x / x).sum() + x.log().sum(), nn.Identity(), torch.zeros(1))
+    guilty, _ = judge.collect()
+    assert judge.judge(guilty[:1]) is None
+    runs = judge.court.runs
+    assert judge.judge(guilty[:1]) is None
+    assert judge.court.runs == runs
+
+
 def test_the_innocent_are_acquitted() -> None:
     """A NaN that meets the loss only through a comparison makes no difference."""
 
