@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 ROWS, COLUMNS = 4, 6
 FILE = "/random/program.py"
@@ -182,6 +183,25 @@ BACKWARD = (
 )
 """Faults whose value is finite and whose derivative is not."""
 
+RUNNING = (
+    Kind("hooked({a} * model.b, lambda g: g / {p})", "gradient"),
+    Kind("hooked({a} * model.b, lambda g: g * {p}.rsqrt())", "gradient"),
+    Kind("checkpoint(lambda a: (a * 0 + {p}).log(), {a} * model.b, use_reentrant=False)", "inf"),
+    Kind("checkpoint(lambda a: (a * 0 + {p}).sqrt(), {a} * model.b, use_reentrant=False)", "gradient"),
+    Kind("sum({p} / {p} + turn * {a} for turn in range(3)) / 6", "nan"),
+    Kind("sum({p}.sqrt() + turn * {a} for turn in range(3)) / 6", "gradient"),
+)
+"""Faults in code that runs in the backward pass, or more than once."""
+
+SPECIAL = (
+    "checkpoint(torch.tanh, {a} * model.b, use_reentrant=False)",
+    "hooked({a} * model.b, lambda g: g.clamp(-1, 1))",
+    "hooked({a} * model.b, lambda g: torch.nan_to_num(g, nan=0.0, posinf=1.0, neginf=-1.0))",
+    "hooked({a} * model.b, lambda g: g * ({b}.detach().abs() < 2))",
+    "sum({a}.sin() / (1 + turn) for turn in range(3)) / 2",
+)
+"""Healthy calls of the same sorts; a hook may keep a bad gradient from spreading."""
+
 PLANTING = (
     "{p} = ({a}.sigmoid() + 0.5) * {k}",
     "{p} = torch.where({m}, {a}.sigmoid() + 0.5, {k})",
@@ -205,6 +225,13 @@ MASKING = (
     "{a} * {m}",
 )
 """Calls that may keep a fault from spreading."""
+
+
+def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Register a hook for the gradient of a tensor, where it has any, and return the tensor."""
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +268,7 @@ class RandomProgram:
 
     def step(self) -> Callable[[Any, Any], torch.Tensor]:
         """Compile the program."""
-        scope: dict[str, Any] = {"torch": torch, "F": nn.functional}
+        scope: dict[str, Any] = {"torch": torch, "F": nn.functional, "hooked": hooked, "checkpoint": checkpoint}
         exec(compile(self.source, FILE, "exec"), scope)  # noqa: S102
         step: Callable[[Any, Any], torch.Tensor] = scope["step"]
         return step
@@ -306,6 +333,7 @@ class Plan:
         backward: Whether faults of the gradient are among them.
         hiding: Whether calls are among them that an infinity's finite traces can break.
         state: Whether tensors from outside may be bad.
+        running: Whether there are hooks, recomputed calls and loops.
     """
 
     least: int = 0
@@ -314,11 +342,12 @@ class Plan:
     backward: bool = False
     hiding: bool = False
     state: bool = False
+    running: bool = False
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of fault to draw from."""
-        return FORWARD + BACKWARD * self.backward + STATE * (3 * self.state)
+        return FORWARD + BACKWARD * self.backward + STATE * (3 * self.state) + RUNNING * (3 * self.running)
 
 
 class _Writer:
@@ -349,6 +378,7 @@ class _Writer:
     def statement(self) -> str:
         """Add a healthy statement and return the name of its value."""
         tables = [UNARY, UNARY, BINARY, BINARY, IN_PLACE, IN_PLACE, HIDING if self.plan.hiding else UNARY]
+        tables += [SPECIAL, SPECIAL] * self.plan.running
         return self.write(self.pick(self.pick(tables)), **self.operands())
 
     def fault(self) -> str:

@@ -94,6 +94,13 @@ def test_badness_that_hides_in_finite_values(program: RandomProgram) -> None:
     check(program)
 
 
+@settings(FEW, max_examples=20)
+@given(programs(Plan(most=3, length=10, least=1, running=True, backward=True)))
+def test_code_that_runs_in_backward_or_again(program: RandomProgram) -> None:
+    """The same with faults in hooks, recomputed calls and loops, and with hooks that keep a gradient from spreading."""
+    check(program)
+
+
 @settings(FEW, max_examples=3)
 @given(programs(Plan(most=8, length=24, least=8)))
 def test_many_masked_faults(program: RandomProgram) -> None:
