@@ -2,73 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from bisect_nan import causes, finite
-from bisect_nan.causes.evidence import Call, Evidence, base_name
+from bisect_nan.causes.evidence import Evidence, base_name
 from bisect_nan.dependence import Dependence
-from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
-from bisect_nan.program import Arguments, Node, Ref, named, substitute
+from bisect_nan.program import Node
 from bisect_nan.remedies import Site
-from bisect_nan.replay import Edit, Executed, Run
+from bisect_nan.replay import Edit, Executed
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Rows, Samples
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin, site
 from bisect_nan.trend import within
+from bisect_nan.witness import Witness, recompute, results
 
-_TRANSPARENT = {
-    *(
-        "view",
-        "_unsafe_view",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "permute",
-        "t",
-        "transpose",
-        "select",
-        "slice",
-        "index",
-        "clone",
-    ),
-    *(
-        "_to_copy",
-        "detach",
-        "as_strided",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "sqrt",
-        "pow",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-    ),
-    *(
-        "maximum",
-        "minimum",
-        "sum",
-        "mean",
-        "cat",
-        "stack",
-        "where",
-        "masked_fill",
-        "reciprocal",
-        "real",
-        "view_as_real",
-    ),
-}
-"""Calls that an operand is followed back through."""
-
-_ANCESTORS = 24
 _TURNS = 16
 """Turns of a loop whose rows are looked for."""
 
@@ -99,7 +51,7 @@ class Examination:
         self._turned: set[int] = set()
         self._tensors = snapshot.tensors()
         self.sites: list[Site] = []
-        self._edits: Mapping[int, Edit] = {}
+        self._witness = Witness(self._program, stretch, dependence, done.checkpoints)
         self._samples = Samples(snapshot.program, stretch, done.checkpoints, targets)
 
     def culprits(
@@ -114,7 +66,7 @@ class Examination:
             innocents: Births that were acquitted.
             edits: What neutralises the guilty ones: a birth is shown with the values that it has without those before it.
         """
-        self._edits = edits or {}
+        self._witness = Witness(self._program, self._stretch, self._dependence, self._done.checkpoints, edits)
         self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
         places: dict[tuple[object, ...], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):
@@ -159,18 +111,18 @@ class Examination:
 
     def _call(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> Culprit:
         node = self._program.nodes[births[0].node]
-        executed = self._execute(node)
+        executed = self._witness.execute(node)
         value, mask = _blamed(executed, [birth for birth in births if birth.node == node.index])
         origin = self._program.origin(node)
         evidence = Evidence(
-            call=self._live(executed),
-            output=_results(executed).index(value),
+            call=self._witness.call(executed),
+            output=results(executed).index(value),
             mask=mask,
             symptom=self._symptom,
-            forward=self._forward(node),
+            forward=self._witness.forward(node),
             intended=self._written(innocents),
-            recompute=lambda dtype: _recompute(executed, dtype),
-            ancestors=lambda name: tuple(self._ancestors(node, name)),
+            recompute=lambda dtype: recompute(executed, dtype),
+            ancestors=lambda name: tuple(self._witness.ancestors(node, name)),
             history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)
@@ -204,7 +156,7 @@ class Examination:
         own = origin.index == culprit.node
         call = evidence.call if own else evidence.forward if evidence.forward is not None else None
         if call is None and self._stretch.has(origin.index):  # a derivative of a derivative
-            call = self._live(self._execute(origin))
+            call = self._witness.call(self._witness.execute(origin))
         return Site(
             program=self._program,
             dependence=self._dependence,
@@ -228,71 +180,12 @@ class Examination:
         ]
         return tuple(dict.fromkeys(source for node in nodes if (source := self._program.source(node))))
 
-    def _execute(self, node: Node) -> Executed:
-        """Run one call again, from the latest checkpoint before it and before all births that have to be neutralised."""
-        place = self._stretch.cut_after(node.index) - 1
-        edits = {index: edit for index, edit in self._edits.items() if index < node.index}
-        first = min([place, *(self._stretch.cut_after(index) - 1 for index in edits)])
-        run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= first][-1], edits)
-        seen: list[Executed] = []
-        try:
-            run.advance(place)
-        except ReplayError:  # the recorded calls cannot follow the changed values
-            run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= place][-1])
-            run.advance(place)
-        run.advance(place + 1, seen.append)
-        return seen[0]
-
     def _history(self, node: Node) -> tuple[Mapping[str, float], ...]:
         """Return the numbers of the training up to a call; an update may have changed the parameters before it."""
         if node.phase is not Phase.OPTIMIZER:
             return self._past
-        place = self._stretch.cut_after(node.index) - 1
-        run = Run(self._stretch, [c for c in self._done.checkpoints if c.cut <= place][-1])
-        run.advance(place)
+        run = self._witness.before(node)
         return within(self._past, self._program, self._done.checkpoints[0].env, run.env)
-
-    def _live(self, executed: Executed) -> Call:
-        node = executed.node
-        return Call(
-            target=node.target,
-            arguments=_by_name(node, executed.inputs),
-            outputs=tuple(None if number is None else executed.content.get(number) for number in _results(executed)),
-            phase=Phase.BACKWARD if node.autograd is not None else node.phase,
-            autograd=node.autograd,
-            source=self._program.source(node),
-            module=node.module,
-        )
-
-    def _forward(self, node: Node) -> Call | None:
-        """The live forward call whose derivative a node computes; None for any other node."""
-        if node.source is not None or node.forward is None or not self._stretch.has(node.forward):
-            return None
-        return self._live(self._execute(self._program.nodes[node.forward]))
-
-    def _ancestors(self, node: Node, name: str) -> Iterator[str]:
-        """Yield the base names of the calls behind an argument, the nearest first."""
-        name, _, place = name.partition("[")
-        argument = _by_name(node, {}).get(name)
-        if place and isinstance(argument, list | tuple):  # a member of a list: `tensors[2]`
-            argument = argument[int(place.rstrip("]"))]
-        queue = [(argument.value, node.index)] if isinstance(argument, Ref) else []
-        seen: set[int] = set()
-        while queue and len(seen) < _ANCESTORS:
-            value, before = queue.pop(0)
-            for call in sorted(self._dependence.needed(value, before), reverse=True):
-                if call in seen:
-                    continue
-                seen.add(call)
-                maker = self._program.nodes[call]
-                op = base_name(str(maker.target))
-                yield op
-                if op in _TRANSPARENT:
-                    queue += [
-                        (number, call)
-                        for number in maker.inputs()
-                        if self._program.values[number].dtype.is_floating_point
-                    ]
 
     def _chain(self, start: int) -> tuple[Link, ...]:
         path = self._dependence.chain(start, self._targets, [node.index for node in self._stretch.nodes])
@@ -305,34 +198,12 @@ class Examination:
 
 def _blamed(executed: Executed, births: Sequence[Birth]) -> tuple[int, torch.Tensor]:
     """Return the first value that holds blamed elements, and all of its blamed elements."""
-    value = min((birth.value for birth in births), key=_results(executed).index)
+    value = min((birth.value for birth in births), key=results(executed).index)
     mask = torch.zeros(executed.content[value].shape, dtype=torch.bool)
     for birth in births:
         if birth.value == value:
             mask |= birth.mask.cpu()
     return value, mask.to(executed.content[value].device)
-
-
-def _results(executed: Executed) -> list[int | None]:
-    """The values that a call returned, by position, and behind them those that it only wrote to."""
-    node = executed.node
-    return [*node.outputs, *(number for number in node.written if number not in node.outputs)]
-
-
-def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> Arguments:
-    """Return a call's arguments by schema name; tensors live where given, else as `Ref`."""
-    arguments = named(node.target, node.args, node.kwargs)
-    return {name: substitute(item, tensors.__getitem__) if tensors else item for name, item in arguments.items()}
-
-
-def _recompute(executed: Executed, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-    """Run a call again with every floating input in `dtype`, or None where there is no such kernel."""
-    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in executed.inputs.items()}
-    try:
-        made = executed.again(cast)
-    except RuntimeError:
-        return None
-    return tuple(None if number is None else made.get(number) for number in _results(executed))
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
