@@ -52,7 +52,7 @@ class Examination:
         self._tensors = snapshot.tensors()
         self.sites: list[Site] = []
         self._witness = Witness(self._program, stretch, dependence, done.checkpoints)
-        self._samples = Samples(snapshot.program, stretch, done.checkpoints, targets)
+        self._samples = Samples(self._program, stretch, done.checkpoints, targets)
 
     def culprits(
         self, births: Sequence[Birth], innocents: Sequence[Birth], edits: Mapping[int, Edit] | None = None
@@ -66,7 +66,9 @@ class Examination:
             innocents: Births that were acquitted.
             edits: What neutralises the guilty ones: a birth is shown with the values that it has without those before it.
         """
-        self._witness = Witness(self._program, self._stretch, self._dependence, self._done.checkpoints, edits)
+        checkpoints = self._done.checkpoints
+        self._witness = Witness(self._program, self._stretch, self._dependence, checkpoints, edits)
+        self._samples = Samples(self._program, self._stretch, checkpoints, self._targets, edits)
         self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
         places: dict[tuple[object, ...], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):

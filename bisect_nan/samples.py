@@ -19,7 +19,7 @@ from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase
 from bisect_nan.influence import depended_on
 from bisect_nan.program import Program
-from bisect_nan.replay import Executed, Run
+from bisect_nan.replay import Edit, Executed, Run
 from bisect_nan.stretch import Checkpoint, Env, Stretch
 from bisect_nan.trace import Marks, execute
 
@@ -74,7 +74,12 @@ class Samples:
     """Tells which rows of the batch carry a fault."""
 
     def __init__(
-        self, program: Program, stretch: Stretch, checkpoints: Sequence[Checkpoint], targets: Sequence[int]
+        self,
+        program: Program,
+        stretch: Stretch,
+        checkpoints: Sequence[Checkpoint],
+        targets: Sequence[int],
+        edits: Mapping[int, Edit] | None = None,
     ) -> None:
         """Prepare.
 
@@ -83,7 +88,9 @@ class Samples:
             stretch: The calls that the symptom needs.
             checkpoints: Where runs can start, ascending, the first at cut 0.
             targets: The symptom's values.
+            edits: What neutralises the culprits: each is looked at without those before it.
         """
+        self._edits = edits or {}
         self._stretch, self._checkpoints, self._program, self._targets = stretch, checkpoints, program, targets
         self._batch = Batch(program)
 
@@ -125,7 +132,8 @@ class Samples:
         changed = self._batch.without(rows, start.env)
         if not changed:
             raise ReplayError("all rows carry the fault", "a healthy one", "")
-        run = Run(self._stretch, start, state=changed)
+        edits = {node: edit for node, edit in self._edits.items() if self._stretch.cut_after(node) < cut}
+        run = Run(self._stretch, start, edits, changed)
         seen: list[Executed] = []
         run.advance(cut - 1)
         run.advance(cut, seen.append)

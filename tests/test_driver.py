@@ -233,10 +233,10 @@ def test_a_loop_is_one_place(turns: int) -> None:
         for turn in range(turns):
             columns = 1 / (batch["kernel"].T @ rows)
             rows = 1 / (batch["kernel"] @ columns)  # row 3 is empty
-            rows = rows / batch["scale"][turn % 2]  # row 1 is divided by 0 in the second turn
+            rows = rows / batch["scale"][:, turn % 2]  # row 1 is divided by 0 in the second turn
         return rows.sum()
 
-    batch = {"kernel": torch.rand(4, 4) + 0.1, "scale": torch.ones(2, 4)}
+    batch = {"kernel": torch.rand(4, 4) + 0.1, "scale": torch.ones(4, 2)}
     batch["kernel"][3], batch["scale"][1, 1] = 0, 0
     finding = locate(Snapshot.capture(nn.Identity(), batch, step))
     assert [(c.op, c.samples) for c in finding.culprits] == [
