@@ -13,6 +13,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.blame import split
+from bisect_nan.bounds import Bounds
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
 from bisect_nan.neutral import NEUTRALS, Neutral, median, tame, typical
@@ -150,7 +151,9 @@ class Interventions:
         checkpoint = [c for c in self._checkpoints if c.cut <= min(places)][-1]
         self.runs += 1
         seen = [birth for birth in births if birth.placeholder is not None]
-        run = Run(self._stretch, checkpoint, self.edits(births, neutral, seen), self.state(births, neutral))
+        edits = self.edits(births, neutral, seen)
+        bounds = Bounds(self._stretch, edits)
+        run = Run(self._stretch, checkpoint, edits, self.state(births, neutral), bounds)
         try:
             run.advance(len(self._stretch))
         except ReplayError:
@@ -158,7 +161,7 @@ class Interventions:
             if answer is Answer.LEFT_CLEAN:
                 self.own = list(births)  # those behind the place where it stopped have not been seen
             return answer
-        if finite.probe(run.env[target] for target in self._targets):
+        if finite.probe(run.env[target] for target in self._targets if target not in bounds.left_out):
             return Answer.STAYS
         self.own = seen or list(births)
         return Answer.GONE

@@ -39,6 +39,9 @@ from bisect_nan.trial import Trial
 Progress = Callable[[str, int, int], None]
 """Told the stage, how far it is, and how far it goes."""
 
+_KEPT = 8
+"""Checkpoints that a search leaves: the last ones, which lie nearest to what it found."""
+
 _ATTEMPTS = 3
 """Replays before a symptom that does not show again is called not reproduced."""
 
@@ -128,9 +131,7 @@ class _Case:
         if attempt > 1:
             return None, Verdict.FLAKY
         self.probes += done.probes
-        self.cuts += [
-            (c.cut, "dirty" if dirty else "clean") for c, dirty in zip(done.checkpoints, done.frontier, strict=True)
-        ]
+        self.cuts += [(cut, "dirty" if dirty else "clean") for cut, dirty in done.frontier.items()]
         return done, Verdict.LOCATED
 
     def _same(self, run: Run) -> bool:
@@ -195,13 +196,14 @@ class _Case:
         if clean is None:
             return None
         later = [c.cut for c in done.checkpoints if c.cut > clean.cut]
-        outcome, checkpoint = self._bisect(clean, min([*later, self.first]), kinds, done.probe_seconds / done.probes)
+        outcome, kept = self._bisect(clean, min([*later, self.first]), kinds, done.probe_seconds / done.probes)
         self._stop("search")
         node = outcome.bracket.node
         if node is None:
             return None
-        trail = Trail(self.stretch, [*[c for c in done.checkpoints if c.cut < checkpoint.cut], checkpoint], self.intent)
-        (executed,) = execute(self.stretch, checkpoint, node + 1)
+        done.keep(kept)
+        trail = Trail(self.stretch, done.checkpoints, self.intent)
+        (executed,) = execute(self.stretch, kept[-1], node + 1)
         for number, tensor in executed.content.items():
             mask = finite.mask(tensor, kinds)
             if mask.any():
@@ -217,15 +219,18 @@ class _Case:
         causes = [culprit.cause for culprit in examination.culprits(self.suspects, [])]
         return causes == [LEARNING_RATE_EXPLOSION.name]
 
-    def _bisect(self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float) -> tuple[Outcome, Checkpoint]:
-        runner = _Runner(self.stretch, start, kinds)
+    def _bisect(
+        self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float
+    ) -> tuple[Outcome, list[Checkpoint]]:
+        """Search between two cuts; return also the checkpoints on the way, the last one in front of what was found."""
+        runner = _Runner(self.stretch, [start], kinds)
         before = self.stretch.executed
         outcome = self.method(runner, self.stretch.costs, Bracket(start.cut, dirty), probe_cost=probe_cost)
         self.executed += self.stretch.executed - before
         self.probes += outcome.probes
         words = {Answer.FINITE: "clean", Answer.NONFINITE: "dirty", Answer.UNKNOWN: "unknown"}
         self.cuts += [(cut, words[answer]) for cut, answer in outcome.cuts]
-        return outcome, runner.checkpoint
+        return outcome, runner.checkpoints
 
     # --- the answer -------------------------------------------------------------------------------------------------------
 
@@ -281,26 +286,27 @@ class _Case:
 
 @dataclass(slots=True)
 class _Runner:
-    """What the search executes: runs from its checkpoint to a cut, and what the frontier gained on the way."""
+    """What the search executes: runs from its latest checkpoint to a cut, and what the frontier gained on the way."""
 
     stretch: Stretch
-    checkpoint: Checkpoint
+    checkpoints: list[Checkpoint]
     kinds: NonFinite
     _latest: Run | None = None
 
     def run_to(self, cut: int) -> Answer:
+        checkpoint = self.checkpoints[-1]
         try:
-            run = Run(self.stretch, self.checkpoint)
+            run = Run(self.stretch, checkpoint)
             run.advance(cut)
         except ReplayError:
             return Answer.UNKNOWN
         self._latest = run
-        return Answer.NONFINITE if finite.has(run.frontier(self.checkpoint.cut), self.kinds) else Answer.FINITE
+        return Answer.NONFINITE if finite.has(run.frontier(checkpoint.cut), self.kinds) else Answer.FINITE
 
     def keep(self, cut: int) -> None:
         assert self._latest is not None
         assert self._latest.cut == cut
-        self.checkpoint = self._latest.checkpoint()
+        self.checkpoints = [*self.checkpoints[1 - _KEPT :], self._latest.checkpoint()]
 
 
 def _innocent(program: Program, birth: Birth) -> Innocent:

@@ -80,6 +80,15 @@ def kinds(tensor: Tensor) -> NonFinite:
     return found
 
 
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value in a tensor of real numbers: NaN where it holds one, 0 where it is empty."""
+    values = _values(tensor)
+    if values is None:
+        return 0.0
+    low, high = (float(end) for end in _extremes(values))
+    return high if high != high else max(-low, high)  # noqa: PLR0124  (only NaN differs from itself)
+
+
 def mask(tensor: Tensor, which: NonFinite = NonFinite.ANY) -> Tensor:
     """Return where the tensor's elements are of one of the kinds.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,10 +133,13 @@ class Node:
     generator: torch.Tensor | None = None
     memory: torch.Tensor | None = None
 
-    def inputs(self) -> Iterator[int]:
-        """Yield the value numbers of its tensor arguments, in order."""
-        yield from _references(self.args)
-        yield from _references(self.kwargs.values())
+    def inputs(self) -> list[int]:
+        """Return the value numbers of its tensor arguments, in order."""
+        found: list[int] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs.values(), found)
+        return found
 
     @property
     def literals(self) -> Iterator[float]:
@@ -279,5 +282,10 @@ def _flat(items: Any) -> Iterator[Any]:
             yield item
 
 
-def _references(items: Any) -> Iterator[int]:
-    return (item.value for item in _flat(items) if isinstance(item, Ref))
+def _collect(items: Iterable[Any], found: list[int]) -> None:
+    """Add the value numbers of references in nested lists and tuples; every analysis of a program asks for them."""
+    for item in items:
+        if type(item) is Ref:
+            found.append(item.value)
+        elif isinstance(item, list | tuple):
+            _collect(item, found)

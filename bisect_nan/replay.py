@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bisect_nan import finite
+from bisect_nan.bounds import Bounds
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import NonFinite
 from bisect_nan.generators import GeneratorStates, ProcessGenerators, Source
@@ -70,6 +71,7 @@ class Run:
         checkpoint: Checkpoint,
         edits: Mapping[int, Edit] | None = None,
         state: Env | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         """Take over the checkpoint's values.
 
@@ -78,8 +80,9 @@ class Run:
             checkpoint: Where to start.
             edits: By program index: what to do to a call's results before anything reads them.
             state: Tensors that replace values of the checkpoint.
+            bounds: Knows calls that need not run because their results are finite for sure; their values are then missing.
         """
-        self._stretch, self._edits = stretch, edits or {}
+        self._stretch, self._edits, self._bounds = stretch, edits or {}, bounds
         self.cut = checkpoint.cut
         self.env = stretch.own({**checkpoint.env, **(state or {})}, checkpoint.cut)
         self._generators = GeneratorStates(checkpoint.generators)
@@ -101,6 +104,9 @@ class Run:
         stretch, grad = self._stretch, torch.is_grad_enabled()
         for place in range(self.cut, cut):
             node = stretch.nodes[place]
+            if self._bounds is not None and self._bounds.cover(place, self.env):
+                self._pass(place)
+                continue
             if node.grad is not grad:  # some kernels keep more for the backward pass only then (mkldnn_rnn_layer)
                 torch._C._set_grad_enabled(node.grad)
                 grad = node.grad
@@ -113,12 +119,16 @@ class Run:
             except Exception as problem:
                 raise _failure(node, problem) from problem
             self._keep(node, result)
-            self.cut = place + 1
             stretch.executed += 1
             if seen is not None:
-                self._show(seen, edit, visit, cut)
-            for number in stretch.free[place]:
-                self.env.pop(number, None)
+                self._show(seen, edit, visit, place + 1, cut)
+            self._pass(place)
+
+    def _pass(self, place: int) -> None:
+        """Go behind a call, and let go of what no later one needs."""
+        self.cut = place + 1
+        for number in self._stretch.free[place]:
+            self.env.pop(number, None)
 
     def _keep(self, node: Node, result: Any) -> None:
         """Keep what a call returned.
@@ -146,14 +156,14 @@ class Run:
         state = self._generators.of(source).get_state() if node.random and node.generator is None else node.generator
         return Executed(node, self._kept(node.inputs(), place, until), {}, state, source)
 
-    def _show(self, seen: Executed, edit: Edit | None, visit: Edit | None, until: int) -> None:
+    def _show(self, seen: Executed, edit: Edit | None, visit: Edit | None, cut: int, until: int) -> None:
         numbers = [
             n for n in dict.fromkeys([*seen.node.outputs, *seen.node.written]) if n is not None and n in self.env
         ]
         if edit is not None:
             edit(replace(seen, content={number: self.env[number] for number in numbers}))
         if visit is not None:
-            visit(replace(seen, content=self._kept(numbers, self.cut, until)))
+            visit(replace(seen, content=self._kept(numbers, cut, until)))
 
     def _kept(self, numbers: Iterable[int], place: int, until: int) -> Env:
         """Return values, copied where a call from `place` up to `until` overwrites them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bisect_nan import finite
@@ -24,14 +24,14 @@ class Pass:
     Attributes:
         run: The run, at its latest cut.
         checkpoints: Where later runs can start, ascending, the first at cut 0.
-        frontier: The kinds of non-finite value in the frontier at each checkpoint's cut.
+        frontier: The kinds of non-finite value in the frontier, by cut, at those checkpoints where the pass looked.
         probe_seconds: What the probes took.
         probes: How many there were.
     """
 
     run: Run
     checkpoints: list[Checkpoint]
-    frontier: list[NonFinite] = field(default_factory=list)
+    frontier: dict[int, NonFinite] = field(default_factory=dict)
     probe_seconds: float = 0.0
     probes: int = 0
     _bad: dict[int, NonFinite] = field(default_factory=dict)
@@ -56,13 +56,19 @@ class Pass:
         self.probe_seconds += time.perf_counter() - start
         self.probes += 1
         self.checkpoints.append(run.checkpoint())
-        self.frontier.append(found)
+        self.frontier[run.cut] = found
 
     def clean_before(self, cut: int, kinds: NonFinite) -> Checkpoint | None:
         """Return the last checkpoint before `cut` whose frontier is free of `kinds`; all behind it are dirty."""
-        pairs = zip(self.checkpoints, self.frontier, strict=True)
-        clean = [checkpoint for checkpoint, dirty in pairs if checkpoint.cut < cut and not dirty & kinds]
+        looked = [(c, self.frontier[c.cut]) for c in self.checkpoints if c.cut < cut and c.cut in self.frontier]
+        clean = [checkpoint for checkpoint, dirty in looked if not dirty & kinds]
         return clean[-1] if clean else None
+
+    def keep(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Let later runs start from checkpoints that a search left, too: what is asked next lies near them."""
+        known = {checkpoint.cut for checkpoint in self.checkpoints}
+        self.checkpoints += [checkpoint for checkpoint in checkpoints if checkpoint.cut not in known]
+        self.checkpoints.sort(key=lambda checkpoint: checkpoint.cut)
 
 
 def walk(

@@ -8,7 +8,7 @@ LAYERS = {
     "A recorded step": "program traits generators binding lines calls values uninitialized",
     "Recording": "recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
-    "Running a step again": "dependence stretch replay differentiable neutral influence intent blame reproduce",
+    "Running a step again": "dependence stretch bounds replay differentiable neutral influence intent blame reproduce",
     "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
         "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
