@@ -153,7 +153,7 @@ class _Case:
 
     def _culprits(self, done: Pass, inquest: Inquest) -> tuple[list[Birth], list[Birth]]:
         """Return the births that make the symptom and those that were acquitted."""
-        state = self._bad_state()
+        state = self._bad_state() if done.frontier[0] else []
         if state and inquest.court.heals(state):
             guilty = inquest.narrowed(inquest.court.reduce(state))
             borne = [birth for birth in guilty if self._bears(birth, inquest)]
@@ -172,8 +172,6 @@ class _Case:
         """Return the inputs, parameters and buffers with bad elements that are not meant."""
         births = []
         placeholders = {p.value: p for p in self.program.placeholders}
-        if not finite.probe(self.start.env.values()):
-            return []
         for value, tensor in self.start.env.items():
             if finite.probe([tensor]) and not self.intent.means(placeholders[value], tensor):
                 births.append(Birth(-1, value, finite.mask(tensor), Origin.MADE, placeholders[value]))

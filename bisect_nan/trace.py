@@ -89,34 +89,48 @@ class Marks:
         bits = self._bits.get(memory)
         extent = int(units.max()) + 1
         if bits is None or bits.numel() < extent:
-            grown = torch.zeros(extent, dtype=torch.bool)
-            if bits is not None:
-                grown[: bits.numel()] = bits
-            bits = self._bits[memory] = grown
+            bits = self._bits[memory] = _grown(bits, extent)
         bits[units] = True
 
     def take(self, number: int) -> torch.Tensor | None:
         """Return the marked elements of a value and unmark them; None when there are none."""
-        memory, shape = self._program.memory(number), self._program.values[number].shape
+        memory, value = self._program.memory(number), self._program.values[number]
         bits = self._bits.get(memory)
         if bits is None:
             return None
-        units = self._units(number, torch.ones(shape, dtype=torch.bool))
-        found = torch.zeros(units.shape, dtype=torch.bool)
-        inside = units < bits.numel()
-        found[inside] = bits[units[inside]]
-        bits[units[inside]] = False
+        factor, stride = self._geometry(number)
+        last = value.offset + sum(step * (size - 1) for step, size in zip(stride, value.shape, strict=True))
+        if 0 not in value.shape and bits.numel() < (last + 1) * factor:
+            bits = self._bits[memory] = _grown(bits, (last + 1) * factor)
+        steps = [*(step * factor for step in stride), 1]
+        shown = bits.as_strided([*value.shape, factor], steps, value.offset * factor)
+        found = shown.any(-1)
+        for dim, step in enumerate(steps):  # an expanded dimension repeats itself, and cannot be written to
+            shown = shown.narrow(dim, 0, 1) if step == 0 and shown.shape[dim] else shown
+        shown.zero_()
         if not bool(bits.any()):
             del self._bits[memory]
-        return found.any(-1).reshape(shape) if bool(found.any()) else None
+        return found if bool(found.any()) else None
 
     def _units(self, number: int, mask: torch.Tensor) -> torch.Tensor:
         """The places in memory of the elements `mask`: one row per element, one column per unit; views may overlap themselves."""
+        factor, stride = self._geometry(number)
+        steps = torch.tensor(stride, dtype=torch.int64)
+        elements = (mask.nonzero() * steps).sum(-1) + self._program.values[number].offset
+        return elements[:, None] * factor + torch.arange(factor)
+
+    def _geometry(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """How many units an element of a value has, and its strides in elements."""
         value = self._program.values[number]
         factor = value.dtype.itemsize // self._unit[self._program.memory(number)]
-        stride = value.stride if value.storage != NO_STORAGE else torch.empty(value.shape, device="meta").stride()
-        elements = (mask.nonzero() * torch.tensor(stride, dtype=torch.int64)).sum(-1) + value.offset
-        return elements[:, None] * factor + torch.arange(factor)
+        return factor, value.stride if value.storage != NO_STORAGE else torch.empty(value.shape, device="meta").stride()
+
+
+def _grown(bits: torch.Tensor | None, extent: int) -> torch.Tensor:
+    grown = torch.zeros(extent, dtype=torch.bool)
+    if bits is not None:
+        grown[: bits.numel()] = bits
+    return grown
 
 
 class Trail:
