@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_flatten_wit
 from bisect_nan import finite
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, Symptom
+from bisect_nan.frontiers import Frontier
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
 from bisect_nan.setting import eager, module_paths, old_objects_left_alone
@@ -47,15 +48,17 @@ class Recording:
         tensors: The placeholders' tensors by value number, holding what they held before the step.
         observed: What came out non-finite; None for a clean step.
         loss: The loss.
+        frontiers: What was alive in the middle of a step that came out non-finite, the latest last.
     """
 
     program: Program
     tensors: Mapping[int, torch.Tensor]
     observed: Observed | None
     loss: float
+    frontiers: tuple[Frontier, ...] = ()
 
 
-def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Recording:
+def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontiers: bool = False) -> Recording:
     """Run `step(model, batch)` once under the recorder, then the backward pass.
 
     The backward pass is left out when the loss is already non-finite or needs no gradient. Parameters, buffers, gradients,
@@ -66,11 +69,12 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True) -> Reco
         batch: Any pytree of tensors and plain values.
         step: Returns the loss: a scalar tensor, or a mapping or sequence of them (a mapping's "loss", else their sum).
         backward: Whether to run the backward pass at all.
+        frontiers: Whether to keep what is alive on the way.
 
     Raises:
         RecordingError: The step returned no scalar loss, or needs tensors without memory of their own.
     """
-    recorder, surroundings = Recorder(), Surroundings(model, batch=batch)
+    recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
         _name_tensors(recorder, model, batch)
         leaves = _gradient_leaves(model, batch)
@@ -141,6 +145,7 @@ def _run(
     found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
     if not found and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
+        recorder.frontiers.bound()
         with recorder:
             torch.autograd.backward(loss)
         leaves = {**leaves, **values.leaves}
@@ -154,7 +159,9 @@ def _run(
         )
         kind, found = "buffer", _spoiled(recorder, written)
     program = recorder.finish(targets)
-    return Recording(program, dict(values.tensors), _observed(program, kind, found), float(loss.detach()))
+    observed = _observed(program, kind, found)
+    frontiers = () if observed is None else recorder.frontiers.of(program)
+    return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)
 
 
 def scalar_loss(result: Any) -> torch.Tensor:

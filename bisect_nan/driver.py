@@ -118,9 +118,13 @@ class _Case:
 
     def _reproduce(self) -> tuple[Pass | None, Verdict]:
         shown = 0
+        frontiers = [self.stretch.resume(frontier, self.start) for frontier in self.snapshot.frontiers()]
+        resumed = [kept for kept in frontiers if kept is not None and 0 < kept.cut < self.first]
         for attempt in range(1, _ATTEMPTS + 1):
-            done = walk(self.stretch, self.start, self.first, progress=lambda at, of: self.progress("replay", at, of))
-            self.replays += 1
+            done = self._walk(resumed)
+            if resumed and not self._same(done.run):  # a hint that led nowhere
+                resumed = []
+                done = self._walk(resumed)
             if self._same(done.run):
                 shown += 1
                 if attempt == 1:
@@ -133,6 +137,16 @@ class _Case:
         self.probes += done.probes
         self.cuts += [(cut, "dirty" if dirty else "clean") for cut, dirty in done.frontier.items()]
         return done, Verdict.LOCATED
+
+    def _walk(self, resumed: Sequence[Checkpoint]) -> Pass:
+        self.replays += 1
+        return walk(
+            self.stretch,
+            self.start,
+            self.first,
+            progress=lambda at, of: self.progress("replay", at, of),
+            resumed=resumed,
+        )
 
     def _same(self, run: Run) -> bool:
         """Whether a run shows the recorded symptom: bit for bit where it was recorded, in the same elements elsewhere."""

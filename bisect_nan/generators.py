@@ -50,6 +50,10 @@ class Draws:
         source, generator = self._source(args, kwargs)
         self._left[source] = generator.get_state()
 
+    def states(self) -> Mapping[Source, torch.Tensor]:
+        """Return the states that the latest draws left, by generator."""
+        return self._left
+
     def restore(self) -> None:
         """Put the generators that were passed to calls back to where they were at first."""
         for generator, state in zip(self._passed, self._at_first, strict=True):

@@ -46,7 +46,7 @@ class Call:
         """Run it under the recorder, from the state before it."""
         self.before.restore()
         with self.modes.again():
-            return Snapshot.capture(self.model, self.batch, self.step, **known)
+            return Snapshot.capture(self.model, self.batch, self.step, frontiers=False, **known)
 
 
 @dataclass(slots=True, eq=False)

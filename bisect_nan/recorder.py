@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 from bisect_nan.calls import Call, Effects
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
+from bisect_nan.frontiers import Frontiers
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
 from bisect_nan.program import Program, Ref, Targets, Tracking, tensors
@@ -43,13 +44,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         phase: FORWARD, BACKWARD or OPTIMIZER: in which part of the step the calls run; set by whoever runs it.
         modules: Paths of the running modules, the innermost last; set by whoever runs it.
         values: The tensors met so far.
+        frontiers: What was alive on the way.
         calls: The calls so far.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        """Start with an empty program."""
+    def __init__(self, *, frontiers: bool = False) -> None:
+        """Start with an empty program.
+
+        Args:
+            frontiers: Whether to keep what is alive on the way.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
@@ -64,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._known, self._shown = self.values.known, self.values.shown
         self._without_graph: set[int] = set()  # values made while gradients were not enabled
         self._draws = Draws()
+        self.frontiers = Frontiers(self.values, active=frontiers)
         self._lines = Lines()
 
     @classmethod
@@ -89,6 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         written = traits.writes(node_args, node_kwargs) if traits.written else ()
         for number in written:
             self.values.before_write(number)
+            self.frontiers.before_write(self.values.storages[number])
         if self._uninitialized and not traits.view:
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
@@ -112,8 +120,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._write_down(func, node_args, node_kwargs, outputs, effects)
             if traits.uninitialized:
                 self._uninitialized.made(known, index)
+                self.frontiers.unwritten(known)
             if values.without_memory:
                 values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
+            if self.frontiers.made(known):
+                self.frontiers.keep(len(self.calls), self._draws.states())
         elif (
             outputs and outputs[0] is not None
         ):  # made nothing: its derivative, if any, belongs to what made its result
@@ -260,6 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         geometry = list(tensor.shape), list(tensor.stride())
         self._write_down(torch.ops.aten.empty_strided.default, geometry, options, (number,))
         self._uninitialized.made(number, index)
+        self.frontiers.unwritten(number)
         return result
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -79,12 +79,27 @@ def walk(
     edits: Mapping[int, Edit] | None = None,
     state: Env | None = None,
     progress: Callable[[int, int], None] | None = None,
+    resumed: Sequence[Checkpoint] = (),
 ) -> Pass:
-    """Run a stretch from cut 0 to `cut`, with a checkpoint and a probe at cuts of about equal cost."""
+    """Run a stretch from cut 0 to `cut`, with a checkpoint and a probe at cuts of about equal cost.
+
+    Args:
+        stretch: The calls.
+        start: The checkpoint at cut 0.
+        cut: Where to stop.
+        edits: Interventions.
+        state: Tensors that replace values of `start`.
+        progress: Told how far it is, and how far it goes.
+        resumed: Checkpoints that the recording left, ascending: the run begins at the last one.
+    """
     run = Run(stretch, start, edits, state)
     done = Pass(run, [])
     done.look(stretch, 0)
-    for stop in [*_stops(stretch, cut), cut]:
+    if resumed:
+        done.keep(resumed[:-1])
+        run = done.run = Run(stretch, resumed[-1])
+        done.look(stretch, 0)
+    for stop in [*(stop for stop in _stops(stretch, cut) if stop > run.cut), cut]:
         since = run.cut
         run.advance(stop)
         if stop < cut:

@@ -19,6 +19,7 @@ from bisect_nan import capture as capturing
 from bisect_nan import relocation, storages
 from bisect_nan.environment import Environment
 from bisect_nan.errors import SnapshotError
+from bisect_nan.frontiers import Frontier
 from bisect_nan.live import Live, watch
 from bisect_nan.manifest import Manifest
 from bisect_nan.packing import Content, pack, unpack
@@ -48,6 +49,7 @@ class Snapshot:
     environment: Environment
     _tensors: Mapping[int, torch.Tensor] = field(repr=False)
     _live: tuple[Live, ...] = field(default=(), repr=False)
+    _frontiers: tuple[Program | None, tuple[Frontier, ...]] = field(default=(None, ()), repr=False)
     history: tuple[Mapping[str, float], ...] = ()
     step_number: int | None = None
     path: Path | None = None
@@ -60,6 +62,7 @@ class Snapshot:
         step: capturing.Step,
         *,
         backward: bool = True,
+        frontiers: bool = True,
         history: Sequence[Mapping[str, float]] = (),
         step_number: int | None = None,
     ) -> Self:
@@ -70,13 +73,15 @@ class Snapshot:
             batch: Any pytree of tensors and plain values.
             step: `step(model, batch) -> loss`.
             backward: Whether to run the backward pass, too.
+            frontiers: Whether to hold what is alive on the way, in the backward pass at most 512 MB, so that `locate` in this
+                process need not run the whole step again.
             history: Numbers of the steps before.
             step_number: Number of this step.
 
         Raises:
             RecordingError: The step cannot be recorded.
         """
-        recording = capturing.record(model, batch, step, backward=backward)
+        recording = capturing.record(model, batch, step, backward=backward, frontiers=frontiers)
         return cls._of(recording, watch(recording, model, batch), history, step_number)
 
     @classmethod
@@ -122,6 +127,7 @@ class Snapshot:
             environment=Environment.here(relocation.devices(recording.program)),
             _tensors=recording.tensors,
             _live=live,
+            _frontiers=(recording.program, recording.frontiers),
             history=tuple(history),
             step_number=step_number,
         )
@@ -138,6 +144,11 @@ class Snapshot:
                 do = "call locate(snapshot) or snapshot.save(path) before the next optimizer step"
                 raise SnapshotError(got, "the tensors as they were before the step", do)
         return self._tensors
+
+    def frontiers(self) -> tuple[Frontier, ...]:
+        """Return what was alive in the middle of the step, the latest last; nothing where the step was not recorded here."""
+        program, found = self._frontiers
+        return found if program is self.program else ()
 
     def differences(self) -> tuple[str, ...]:
         """Return what differs between the recording's environment and this process, each as a sentence."""

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from bisect_nan.binding import Binding
+from bisect_nan.frontiers import Frontier
 from bisect_nan.generators import Source, source_of
 from bisect_nan.program import NO_STORAGE, Node, Program
+from bisect_nan.storages import view as shown
 
 Env = dict[int, torch.Tensor]
 """Tensors by value number."""
@@ -119,6 +121,35 @@ class Stretch:
         """
         wanted = {value for node in self.nodes for value in node.inputs()} | self.targets
         return Checkpoint(0, {value: tensor for value, tensor in tensors.items() if value in wanted})
+
+    def resume(self, frontier: Frontier, start: Checkpoint) -> Checkpoint | None:
+        """Return the checkpoint at a frontier that was kept while recording; None when it lacks something.
+
+        Args:
+            frontier: What was alive there.
+            start: The checkpoint at cut 0.
+        """
+        cut = bisect_left([node.index for node in self.nodes], frontier.calls)
+        made: set[int] = set()
+        wanted: set[int] = set()
+        for node in self.nodes[cut:]:
+            wanted.update(number for number in node.inputs() if number not in made)
+            made.update(number for number in node.outputs if number is not None)
+        wanted |= self.targets - made
+        values, env = self.program.values, Env()
+        outside = {
+            values[n].storage: tensor.untyped_storage() for n, tensor in start.env.items() if values[n].storage >= 0
+        }
+        for number in wanted:
+            value = values[number]
+            storage = frontier.storages.get(value.storage, outside.get(value.storage))
+            if storage is not None:
+                env[number] = shown(storage, value)
+            elif number in start.env:
+                env[number] = start.env[number]
+            else:
+                return None
+        return Checkpoint(cut, env, frontier.generators)
 
     def changed(self, storage: int, since: int, cut: int) -> bool:
         """Whether a memory was made or written by the calls between two cuts."""

@@ -41,6 +41,11 @@ class Memory:
     original: torch.UntypedStorage | None = None
     sparse: bool = False
 
+    @property
+    def changes(self) -> bool:
+        """Whether it holds something else than before the step: made by the step, or from outside and written to."""
+        return self.owner is None or self.original is not None
+
 
 class Values:
     """The values, memories and placeholders of a program under construction.
@@ -48,6 +53,7 @@ class Values:
     Attributes:
         known: Reference to every tensor that has a number, by what it shows.
         storages: Number of the storage of every value; NO_STORAGE for those without.
+        memories: The storages, by number.
         makers: Index of the call that made each value; -1 for placeholders.
         placeholders: The values from outside.
         tensors: The placeholders' tensors, by value number.
@@ -67,7 +73,7 @@ class Values:
         self._facts: list[Value | tuple[Any, torch.device]] = []  # turned into a `Value` once the step is over
         self._names: dict[Hashable, tuple[Phase, str]] = {}
         self._memories: dict[int, Memory] = {}  # by identity of the storage, dead ones too
-        self._numbered: list[Memory] = []
+        self.memories: list[Memory] = []
         self.leaves: dict[str, torch.Tensor] = {}
         self.without_memory: list[torch.Tensor] = []
         self.functions: dict[int, str] = {}
@@ -114,8 +120,8 @@ class Values:
             raise _unsupported("a nested tensor") from problem
 
     def _remember(self, storage: torch.UntypedStorage) -> Memory:
-        memory = self._memories[id(storage)] = Memory(len(self._numbered), weakref.ref(storage))
-        self._numbered.append(memory)
+        memory = self._memories[id(storage)] = Memory(len(self.memories), weakref.ref(storage))
+        self.memories.append(memory)
         return memory
 
     def result(self, tensor: torch.Tensor, maker: int) -> int:
@@ -132,7 +138,7 @@ class Values:
         """Give a number to a tensor that has none yet."""
         number = len(self.storages)
         if isinstance(key, tuple):
-            memory = self._numbered[key[0]]
+            memory = self.memories[key[0]]
             if memory.base < 0:
                 memory.base = number
             if tensor.is_quantized:
@@ -204,6 +210,21 @@ class Values:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
+    def whole(self, number: int) -> torch.Tensor:
+        """Return all of a memory that is alive as one row, in the type of the first value in it."""
+        memory = self.memories[number]
+        value, storage = self.value(memory.base), memory.reference()
+        assert storage is not None
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+
+    def size(self, number: int) -> int:
+        """Return how many elements a value brought; none when it shows memory that was there."""
+        facts = self._facts[number]
+        if isinstance(facts, Value) or self.memories[self.storages[number]].base != number:
+            return 0
+        elements: int = facts[0][2].numel()
+        return elements
+
     def before_write(self, number: int) -> None:
         """Keep the bytes of memory from outside before they are written to for the first time.
 
@@ -211,9 +232,9 @@ class Values:
             RecordingError: The memory is that of a sparse tensor.
         """
         storage = self.storages[number]
-        if storage == NO_STORAGE or self._numbered[storage].sparse:
+        if storage == NO_STORAGE or self.memories[storage].sparse:
             raise _unsupported("an in-place change of a sparse tensor")
-        memory = self._numbered[storage]
+        memory = self.memories[storage]
         if memory.owner is not None and memory.original is None:
             memory.original = _copy(memory.owner)
 
@@ -251,7 +272,7 @@ class Values:
 
     def restore(self) -> None:
         """Put back what the step wrote into memory from outside (parameters, buffers, batch), and the gradients of `leaves`."""
-        for memory in self._numbered:
+        for memory in self.memories:
             if memory.owner is not None and memory.original is not None:
                 if memory.owner.nbytes() != memory.original.nbytes():
                     memory.owner.resize_(memory.original.nbytes())
@@ -260,7 +281,7 @@ class Values:
             leaf.grad = gradient
 
     def _memory_of(self, key: Hashable) -> Memory | None:
-        return self._numbered[key[0]] if isinstance(key, tuple) else None
+        return self.memories[key[0]] if isinstance(key, tuple) else None
 
 
 def _through(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 LAYERS = {
     "What can go wrong, and what is found": "errors finite norms finding strict_json",
     "Search": "search",
-    "A recorded step": "program traits generators binding lines calls values uninitialized",
+    "A recorded step": "program traits generators binding lines calls values frontiers uninitialized",
     "Recording": "recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     "Running a step again": "dependence stretch bounds replay differentiable neutral influence intent blame reproduce",
