@@ -118,8 +118,8 @@ class _Case:
 
     def _reproduce(self) -> tuple[Pass | None, Verdict]:
         shown = 0
-        frontiers = [self.stretch.resume(frontier, self.start) for frontier in self.snapshot.frontiers()]
-        resumed = [kept for kept in frontiers if kept is not None and 0 < kept.cut < self.first]
+        frontiers = self.snapshot.frontiers()
+        resumed = [kept for kept in self.stretch.resume(frontiers, self.start) if 0 < kept.cut < self.first]
         for attempt in range(1, _ATTEMPTS + 1):
             done = self._walk(resumed)
             if resumed and not self._same(done.run):  # a hint that led nowhere

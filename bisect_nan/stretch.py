@@ -122,34 +122,45 @@ class Stretch:
         wanted = {value for node in self.nodes for value in node.inputs()} | self.targets
         return Checkpoint(0, {value: tensor for value, tensor in tensors.items() if value in wanted})
 
-    def resume(self, frontier: Frontier, start: Checkpoint) -> Checkpoint | None:
-        """Return the checkpoint at a frontier that was kept while recording; None when it lacks something.
+    def resume(self, frontiers: Iterable[Frontier], start: Checkpoint) -> list[Checkpoint]:
+        """Return the checkpoints at frontiers that were kept while recording, without those that lack something.
 
         Args:
-            frontier: What was alive there.
+            frontiers: What was alive there.
             start: The checkpoint at cut 0.
         """
-        cut = bisect_left([node.index for node in self.nodes], frontier.calls)
-        made: set[int] = set()
-        wanted: set[int] = set()
-        for node in self.nodes[cut:]:
-            wanted.update(number for number in node.inputs() if number not in made)
-            made.update(number for number in node.outputs if number is not None)
-        wanted |= self.targets - made
-        values, env = self.program.values, Env()
+        indices = [node.index for node in self.nodes]
+        born: dict[int, int] = {}
+        for place, node in enumerate(self.nodes):
+            for number in node.outputs:
+                if number is not None:
+                    born.setdefault(number, place)
+        lives = [
+            (number, born.get(number, -1), len(self) if number in self.targets else last)
+            for number, last in self._last_use.items()
+        ]
         outside = {
-            values[n].storage: tensor.untyped_storage() for n, tensor in start.env.items() if values[n].storage >= 0
+            self.program.memory(n): t.untyped_storage() for n, t in start.env.items() if t.layout is torch.strided
         }
-        for number in wanted:
-            value = values[number]
-            storage = frontier.storages.get(value.storage, outside.get(value.storage))
-            if storage is not None:
-                env[number] = shown(storage, value)
-            elif number in start.env:
-                env[number] = start.env[number]
+        tensors: dict[tuple[int, int], torch.Tensor] = {}  # one for a value in the same memory, at any frontier
+        found = []
+        for frontier in frontiers:
+            cut, env = bisect_left(indices, frontier.calls), Env()
+            for number, first, last in lives:
+                if not first < cut <= last:
+                    continue
+                value = self.program.values[number]
+                storage = frontier.storages.get(value.storage, outside.get(value.storage))
+                if storage is not None:
+                    key = number, id(storage)
+                    env[number] = tensors[key] if key in tensors else tensors.setdefault(key, shown(storage, value))
+                elif number in start.env:
+                    env[number] = start.env[number]
+                else:
+                    break
             else:
-                return None
-        return Checkpoint(cut, env, frontier.generators)
+                found.append(Checkpoint(cut, env, frontier.generators))
+        return found
 
     def changed(self, storage: int, since: int, cut: int) -> bool:
         """Whether a memory was made or written by the calls between two cuts."""
