@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,13 +119,8 @@ class _Case:
 
     def _reproduce(self) -> tuple[Pass | None, Verdict]:
         shown = 0
-        frontiers = self.snapshot.frontiers()
-        resumed = [kept for kept in self.stretch.resume(frontiers, self.start) if 0 < kept.cut < self.first]
         for attempt in range(1, _ATTEMPTS + 1):
-            done = self._walk(resumed)
-            if resumed and not self._same(done.run):  # a hint that led nowhere
-                resumed = []
-                done = self._walk(resumed)
+            done = (self._resumed() if attempt == 1 else None) or self._walk()
             if self._same(done.run):
                 shown += 1
                 if attempt == 1:
@@ -138,15 +134,19 @@ class _Case:
         self.cuts += [(cut, "dirty" if dirty else "clean") for cut, dirty in done.frontier.items()]
         return done, Verdict.LOCATED
 
-    def _walk(self, resumed: Sequence[Checkpoint]) -> Pass:
+    def _resumed(self) -> Pass | None:
+        """Run from the latest frontier that the recording kept; None when that does not show the symptom."""
+        kept = self.stretch.resume(self.snapshot.frontiers(), self.start)
+        kept = [checkpoint for checkpoint in kept if 0 < checkpoint.cut < self.first]
+        with contextlib.suppress(ReplayError):
+            done = self._walk(kept) if kept else None
+            return done if done is not None and self._same(done.run) else None
+        return None
+
+    def _walk(self, kept: Sequence[Checkpoint] = ()) -> Pass:
         self.replays += 1
-        return walk(
-            self.stretch,
-            self.start,
-            self.first,
-            progress=lambda at, of: self.progress("replay", at, of),
-            resumed=resumed,
-        )
+        told = self.progress
+        return walk(self.stretch, self.start, self.first, progress=lambda *far: told("replay", *far), resumed=kept)
 
     def _same(self, run: Run) -> bool:
         """Whether a run shows the recorded symptom: bit for bit where it was recorded, in the same elements elsewhere."""

@@ -130,13 +130,15 @@ class Stretch:
             start: The checkpoint at cut 0.
         """
         indices = [node.index for node in self.nodes]
-        born: dict[int, int] = {}
+        born = {
+            placeholder.value: -1 for placeholder in self.program.placeholders
+        }  # some calls return what they write to
         for place, node in enumerate(self.nodes):
             for number in node.outputs:
                 if number is not None:
                     born.setdefault(number, place)
         lives = [
-            (number, born.get(number, -1), len(self) if number in self.targets else last)
+            (number, born[number], len(self) if number in self.targets else last)
             for number, last in self._last_use.items()
         ]
         outside = {

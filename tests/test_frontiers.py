@@ -67,6 +67,7 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("state", torch.ones(8))
         self.norm, self.layers = nn.BatchNorm1d(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
 
     def forward(self, x: torch.Tensor, hole: torch.Tensor) -> torch.Tensor:
@@ -74,6 +75,8 @@ class InPlace(nn.Module):
         for layer in self.layers:
             x = nn.functional.dropout(self.norm(layer(x)).relu_(), 0.2)
             x[0] += 1
+            torch.mul(self.state, x.detach().tanh().mean(0), out=self.state)
+            x = x + self.state
         return (x.sigmoid() * hole).log().mean() + x.mean()
 
 
