@@ -63,6 +63,7 @@ _TRANSPARENT = {
         "reciprocal",
         "real",
         "view_as_real",
+        "eq",
     ),
 }
 """Calls that an operand is followed back through."""
@@ -146,6 +147,7 @@ class Examination:
             intended=self._written(innocents),
             recompute=lambda dtype: _recompute(executed, dtype),
             ancestors=lambda name: tuple(self._ancestors(node, name)),
+            selected_by=lambda: self._selected_by(node, value),
             history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)
@@ -238,6 +240,12 @@ class Examination:
                         if self._program.values[number].dtype.is_floating_point
                     ]
 
+    def _selected_by(self, node: Node, value: int) -> tuple[str, ...]:
+        """The names of the calls behind the condition of the first `where` that takes a value up."""
+        takers = (n for n in self._stretch.nodes if n.index > node.index and value in n.inputs())
+        chooser = next((n for n in takers if base_name(str(n.target)) == "where"), None)
+        return () if chooser is None else tuple(self._ancestors(chooser, "condition"))
+
     def _chain(self, start: int) -> tuple[Link, ...]:
         path = self._dependence.chain(start, self._targets, [node.index for node in self._stretch.nodes])
         nodes = [self._program.nodes[index] for index in path]
@@ -277,8 +285,12 @@ def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> dict[str, Any]:
 
 
 def _recompute(executed: Executed, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-    """Run a call again with every floating input in `dtype`, or None where there is no such kernel."""
-    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in executed.inputs.items()}
+    """Run a call again with every floating or complex input in `dtype`, or None where there is no such kernel."""
+    wide = {True: dtype.to_complex(), False: dtype}
+    cast = {
+        n: t.to(wide[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
+        for n, t in executed.inputs.items()
+    }
     try:
         made = executed.again(cast)
     except RuntimeError:

@@ -12,8 +12,8 @@ LAYERS = {
     "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
         "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
-        " causes.domain causes.division causes.infinities causes.reductions causes.ranges causes.masking causes.derivatives"
-        " causes.degenerate causes.unclassified causes"
+        " causes.domain causes.inverse causes.special causes.division causes.infinities causes.reductions causes.exponentials"
+        " causes.ranges causes.masking causes.derivatives causes.degenerate causes.unclassified causes"
     ),
     "The answer": "explain driver",
     "The training loop": "modes training incident guard",

@@ -9,11 +9,14 @@ from bisect_nan.causes import (
     derivatives,
     division,
     domain,
+    exponentials,
     infinities,
+    inverse,
     masking,
     optimizer,
     ranges,
     reductions,
+    special,
     state,
     unclassified,
 )
@@ -55,13 +58,16 @@ CAUSES: tuple[Cause, ...] = (
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,
     domain.POW_DOMAIN,
-    domain.TRIG_DOMAIN,
+    inverse.TRIG_DOMAIN,
+    special.FUNCTION_POLE,
+    special.SINGULAR_MATRIX,
     division.ZERO_VARIANCE,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
     infinities.ZERO_TIMES_INF,
     infinities.INF_MINUS_INF,
-    ranges.EXP_OVERFLOW,
+    state.NONFINITE_CONSTANT,
+    exponentials.EXP_OVERFLOW,
     ranges.GRAD_OVERFLOW,
     ranges.OVERFLOW,
     unclassified.UNCLASSIFIED,
@@ -107,7 +113,7 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
 
 
 def explain(name: str) -> str:
-    """Return an entry as Markdown: what happens, an example, the same look without the fault, what to change, references.
+    """Return an entry as Markdown: what happens, where, an example, what to change, the same look without the fault, references.
 
     Raises:
         UnknownCause: There is no such entry.
@@ -118,8 +124,10 @@ def explain(name: str) -> str:
         f"# {cause.name}",
         f"{summary[0].upper()}{summary[1:]}.",
         cause.explanation,
+        f"Where it is met: {cause.practice}",
         f"Example:\n\n```python\n{cause.example.strip()}\n```",
         f"What to change: {cause.help}.",
+        f"The example after the change:\n\n```python\n{cause.repaired.strip()}\n```",
         f"The same look without the fault:\n\n```python\n{cause.near_miss.strip()}\n```",
     ]
     if cause.references:

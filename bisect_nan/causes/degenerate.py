@@ -88,6 +88,15 @@ def fails():
     return (slope.norm() - 1.0) ** 2  # a gradient penalty differentiates the norm twice
 """
 
+_NORM_REPAIRED = """\
+import torch
+
+def repaired():
+    x = torch.zeros(3, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.sqrt(x.square().sum() + 1e-12), x, create_graph=True)
+    return ((slope.square().sum() + 1e-12).sqrt() - 1.0) ** 2
+"""
+
 _NORM_NEAR_MISS = """\
 import torch
 
@@ -106,7 +115,11 @@ A norm has a kink at 0: its derivative is x / |x| = 0 / 0. torch sets the first 
 derivative (a gradient penalty, forces inside a loss) divides by the norm again, and a norm written by hand has no such
 protection.""",
     example=_NORM_EXAMPLE,
+    repaired=_NORM_REPAIRED,
     near_miss=_NORM_NEAR_MISS,
+    practice="""\
+Gradient penalties of adversarial networks, forces as derivatives of an energy of distances, and eikonal losses of
+signed distance fields.""",
     help=(
         "keep the vector away from 0: `sqrt(x.square().sum() + eps)`, or leave out the rows that are 0 before taking "
         "the norm"
@@ -120,6 +133,15 @@ import torch
 def fails():
     x, gain = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
     (slope,) = torch.autograd.grad((gain * x.std()).sum(), x, create_graph=True)
+    return slope.sum()
+"""
+
+_STD_REPAIRED = """\
+import torch
+
+def repaired():
+    x, gain = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
+    (slope,) = torch.autograd.grad((gain * (x.var() + 1e-6).sqrt()).sum(), x, create_graph=True)
     return slope.sum()
 """
 
@@ -140,9 +162,13 @@ STD_GRAD_AT_ZERO = Cause(
 A standard deviation is the root of a variance, and the root has an infinite derivative at 0. torch sets the first
 derivative of `std` to 0 there; the second derivative, and `var(...).sqrt()` written by hand, are not protected.""",
     example=_STD_EXAMPLE,
+    repaired=_STD_REPAIRED,
     near_miss=_STD_NEAR_MISS,
+    practice="""\
+Regularisers that keep a spread up (variance terms of self-supervised losses, minibatch deviations of adversarial
+networks) under a second derivative.""",
     help="add eps to the variance before taking the root: `(x.var() + eps).sqrt()`",
-    references=(),
+    references=("pytorch/pytorch#4320",),
 )
 
 _SPECTRUM_EXAMPLE = """\
@@ -154,13 +180,22 @@ def fails():
     return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
 """
 
+_SPECTRUM_REPAIRED = """\
+import torch
+
+def repaired():
+    covariance = torch.eye(3, requires_grad=True)
+    apart = torch.diag(torch.tensor([0.0, 1e-3, 2e-3]))
+    values, vectors = torch.linalg.eigh(covariance + apart)
+    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+"""
+
 _SPECTRUM_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    covariance = torch.diag(torch.tensor([1.0, 2.0, 3.0])).requires_grad_()
-    values, vectors = torch.linalg.eigh(covariance)
-    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+    covariance = torch.eye(3, requires_grad=True)
+    return torch.linalg.eigvalsh(covariance).rsqrt().sum()  # equal values are harmless without their vectors
 """
 
 DEGENERATE_SPECTRUM_GRAD = Cause(
@@ -172,7 +207,11 @@ The derivative of eigenvectors holds 1 / (w_i - w_j) for every pair. Equal value
 not unique there. A covariance that is a multiple of the identity, a matrix whose rank is lower by two or more, a
 dropped group of channels.""",
     example=_SPECTRUM_EXAMPLE,
+    repaired=_SPECTRUM_REPAIRED,
     near_miss=_SPECTRUM_NEAR_MISS,
+    practice="""\
+Whitening and decorrelated batch norms at initialisation, procrustes alignment of symmetric point sets, and covariance
+pooling with fewer samples than channels.""",
     help=(
         "break the tie with small distinct numbers on the diagonal, use only the eigenvalues, or compute the inverse "
         "root iteratively"
@@ -188,6 +227,16 @@ def fails():
     nothing = torch.tensor([[False], [True]])
     total = torch.logsumexp(scores + torch.zeros(2, 1).masked_fill(nothing, float("-inf")), -1)
     return torch.where(nothing[:, 0], torch.zeros(2), total).sum()
+"""
+
+_LOG_SUM_REPAIRED = """\
+import torch
+
+def repaired():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    nothing = torch.tensor([[False], [True]])
+    filled = scores.masked_fill(nothing, 0.0)  # a finite number in the rows that are dropped below
+    return torch.where(nothing[:, 0], torch.zeros(2), torch.logsumexp(filled, -1)).sum()
 """
 
 _LOG_SUM_NEAR_MISS = """\
@@ -208,7 +257,11 @@ The log-sum of nothing is log(0) = -inf, which is right and may be dropped later
 logsumexp(x)) = exp(-inf - -inf) = nan. Dynamic programs over masked lattices and partition functions of empty sets meet
 it.""",
     example=_LOG_SUM_EXAMPLE,
+    repaired=_LOG_SUM_REPAIRED,
     near_miss=_LOG_SUM_NEAR_MISS,
+    practice="""\
+Forward algorithms over lattices with unreachable states (CTC, conditional random fields, hidden Markov models) that
+use -inf as the logarithm of 0, and contrastive losses whose set of negatives is empty.""",
     help="fill rows without any entry with a finite number before the log-sum and select afterwards",
-    references=(),
+    references=("pytorch/pytorch#31829", "pytorch/pytorch#49724"),
 )

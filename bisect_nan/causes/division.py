@@ -21,8 +21,8 @@ _SUMS = frozenset({"sum", "mean"})
 def measure(ancestors: tuple[str, ...]) -> str:
     """Name what a divisor measures: `deviation`, `norm`, or "" for any other number.
 
-    A length may be written by hand, as the root of a sum: then a root is met before the sum on the way back. A difference
-    is neither, whatever its terms are.
+    Both may be written by hand: a root is met before the sum or mean on the way back, and behind that the difference to a
+    mean where it is a deviation. A difference that nothing was summed up of is neither, whatever its terms are.
     """
     for position, op in enumerate(ancestors):
         if op in DIFFERENCES:
@@ -32,7 +32,11 @@ def measure(ancestors: tuple[str, ...]) -> str:
         if op in LENGTHS:
             return "norm"
         if op in _SUMS:
-            return "norm" if "sqrt" in ancestors[:position] else ""
+            if "sqrt" not in ancestors[:position]:
+                return ""
+            behind = ancestors[position + 1 :]
+            centred = any(op in DIFFERENCES and "mean" in behind[place:] for place, op in enumerate(behind))
+            return "deviation" if centred else "norm"
     return ""
 
 
@@ -128,12 +132,20 @@ def fails():
     return (1.0 / channel.std()) * channel.sum()
 """
 
+_VARIANCE_REPAIRED = """\
+import torch
+
+def repaired():
+    channel = torch.full((8,), 3.0, requires_grad=True)
+    return (1.0 / (channel.std() + 1e-5)) * channel.sum()
+"""
+
 _VARIANCE_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    channel = torch.full((8,), 3.0, requires_grad=True)
-    return (1.0 / (channel.std() + 1e-5)) * channel.sum()
+    channel = torch.linspace(3.0, 3.1, 8, requires_grad=True)
+    return (1.0 / channel.std()) * channel.sum()
 """
 
 ZERO_VARIANCE = Cause(
@@ -145,7 +157,11 @@ Normalising divides by a standard deviation, a norm or a length. It is 0 when al
 channel, a silent frame, a dead feature, a weight row of zeros. Then (x - mean) / std = 0 / 0 = nan, and 1 / std = inf.
 An eps that is too small for the type (1e-8 in float16) is 0 as well.""",
     example=_VARIANCE_EXAMPLE,
+    repaired=_VARIANCE_REPAIRED,
     near_miss=_VARIANCE_NEAR_MISS,
+    practice="""\
+Silent frames in speech features, constant channels and black crops, advantages that are all the same, data-dependent
+initialisation of normalising flows, and rows of zeros under weight normalisation.""",
     help="add an eps to the divisor or put a floor under it (`clamp_min`), with a value that the type can hold",
     references=("vislearn/FrEIA#121", "huggingface/peft#2049", "philipperemy/deep-speaker#5"),
 )
@@ -159,13 +175,22 @@ def fails():
     return (loss * mask).sum() / mask.sum()
 """
 
+_BOTH_REPAIRED = """\
+import torch
+
+def repaired():
+    loss = torch.tensor([0.7, 0.2], requires_grad=True)
+    mask = torch.tensor([0.0, 0.0])
+    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+"""
+
 _BOTH_NEAR_MISS = """\
 import torch
 
 def near_miss():
     loss = torch.tensor([0.7, 0.2], requires_grad=True)
-    mask = torch.tensor([0.0, 0.0])
-    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+    mask = torch.tensor([0.0, 1.0])
+    return (loss * mask).sum() / mask.sum()
 """
 
 ZERO_OVER_ZERO = Cause(
@@ -177,12 +202,22 @@ ZERO_OVER_ZERO = Cause(
 of 0), a vector of zeros over its own norm, an overlap of two empty masks, or an eps that rounds to 0 in half precision.
 Replacing the NaN afterwards repairs the value and not the gradient: guard the divisor.""",
     example=_BOTH_EXAMPLE,
+    repaired=_BOTH_REPAIRED,
     near_miss=_BOTH_NEAR_MISS,
+    practice="""\
+Masked means over a batch without any valid element, Dice and intersection over union where neither prediction nor
+label holds the class, boxes without any area, and contrastive losses for samples without a positive.""",
     help=(
         "guard the divisor before dividing: `count.clamp(min=1)`, `norm.clamp_min(eps)`, or skip the term when there "
         "is nothing to average"
     ),
-    references=("HobbitLong/SupContrast#141", "TiankaiHang/Min-SNR-Diffusion-Training#2", "pytorch/pytorch#32137"),
+    references=(
+        "HobbitLong/SupContrast#141",
+        "TiankaiHang/Min-SNR-Diffusion-Training#2",
+        "pytorch/pytorch#32137",
+        "Project-MONAI/MONAI#120",
+        "open-mmlab/mmdetection#3394",
+    ),
 )
 
 _ZERO_EXAMPLE = """\
@@ -194,13 +229,22 @@ def fails():
     return (error / spread).mean()
 """
 
+_ZERO_REPAIRED = """\
+import torch
+
+def repaired():
+    error = torch.tensor([1.0, 2.0])
+    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))
+    return (error / (spread + 1e-6)).mean()
+"""
+
 _ZERO_NEAR_MISS = """\
 import torch
 
 def near_miss():
     error = torch.tensor([1.0, 2.0])
-    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))
-    return (error / (spread + 1e-6)).mean()
+    spread = torch.nn.functional.softplus(torch.tensor([-20.0, 1.0], requires_grad=True))  # 2e-9
+    return (error / spread).mean()
 """
 
 DIVISION_BY_ZERO = Cause(
@@ -212,12 +256,16 @@ A finite number over 0 is inf; the NaN comes one operation later (inf - inf, 0 *
 predicted or measured and became exactly 0: softplus and exp underflow for very negative arguments, a clamp at 0 lets 0
 through, a Python number below the smallest float32 is 0.""",
     example=_ZERO_EXAMPLE,
+    repaired=_ZERO_REPAIRED,
     near_miss=_ZERO_NEAR_MISS,
+    practice="""\
+Predicted scales and temperatures that underflow, aspect ratios of boxes with zero height, disparity to depth, and
+inverse degrees of isolated nodes.""",
     help=(
         "put a floor under the divisor (`clamp_min(eps)`, or add eps), or divide only where it is not 0 with a safe "
         "divisor elsewhere"
     ),
-    references=("mllam/neural-lam#537", "adamsolomou/SC-DNN#1"),
+    references=("mllam/neural-lam#537", "adamsolomou/SC-DNN#1", "ultralytics/yolov5#8539"),
 )
 
 _DIVISION_EXAMPLE = """\
@@ -226,6 +274,14 @@ import torch
 def fails():
     depth = torch.tensor([1e-30, 1.0], requires_grad=True)
     return (torch.tensor(1e-15) / depth).sum()  # the value is 1e15, the derivative -1e45
+"""
+
+_DIVISION_REPAIRED = """\
+import torch
+
+def repaired():
+    depth = torch.tensor([1e-30, 1.0], requires_grad=True)
+    return (torch.tensor(1e-15) / depth.clamp(min=1e-6)).sum()
 """
 
 _DIVISION_NEAR_MISS = """\
@@ -245,7 +301,11 @@ x / y has the derivative -x / y**2 with respect to y. It leaves the range long b
 square is 1e-60. Backward code written by hand divides by whatever it saved, and that may be exactly 0 where the forward
 value is fine.""",
     example=_DIVISION_EXAMPLE,
+    repaired=_DIVISION_REPAIRED,
     near_miss=_DIVISION_NEAR_MISS,
+    practice="""\
+Depths and distances that shrink to 0 (perspective division, inverse square laws), hyperbolic geometry, and custom
+backward code that divides by what it saved.""",
     help=(
         "put a floor under the divisor in the forward pass (`clamp_min(eps)`), and under every divisor of "
         "hand-written backward code"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from bisect_nan import finite
-from bisect_nan.causes import division, domain, ranges, reductions
+from bisect_nan.causes import division, domain, exponentials, inverse, reductions, special
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
 from bisect_nan.causes.operands import enough, first_index, numbers, result, show, where, written_by
@@ -19,10 +19,11 @@ _FORWARD_FAULTS = (
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,
     domain.POW_DOMAIN,
-    domain.TRIG_DOMAIN,
+    inverse.TRIG_DOMAIN,
+    special.FUNCTION_POLE,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
-    ranges.EXP_OVERFLOW,
+    exponentials.EXP_OVERFLOW,
 )
 _BIASES = ("attn_mask", "attn_bias", "bias")
 
@@ -116,6 +117,17 @@ def fails():
     return weights.square().sum()
 """
 
+_ROW_REPAIRED = """\
+import torch
+
+def repaired():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    padding = padding & ~padding.all(-1, keepdim=True)  # a row without any key sees them all
+    weights = torch.softmax(scores.masked_fill(padding, float("-inf")), -1)
+    return weights.square().sum()
+"""
+
 _ROW_NEAR_MISS = """\
 import torch
 
@@ -136,7 +148,11 @@ of the row. The masks are right one by one and leave nothing together: the pad p
 causal mask, a query without any key. One layer later 0 * nan carries it into the other rows. Cutting the rows off
 afterwards keeps the loss finite and not the gradient.""",
     example=_ROW_EXAMPLE,
+    repaired=_ROW_REPAIRED,
     near_miss=_ROW_NEAR_MISS,
+    practice="""\
+Left-padded prompts under a causal mask, samples that are nothing but padding, cross-attention to an empty memory,
+windows that hold no valid token, and action masks of a game state without a legal move.""",
     help=(
         "leave one finite score in every row (let such rows attend to themselves), or zero the weights of fully "
         "masked rows right after the softmax"
@@ -153,13 +169,22 @@ def fails():
     return torch.where(angle == 0, torch.ones(3), regular).sum()
 """
 
+_BRANCH_REPAIRED = """\
+import torch
+
+def repaired():
+    angle = torch.zeros(3, requires_grad=True)
+    safe = torch.where(angle == 0, torch.ones(3), angle)
+    return torch.where(angle == 0, torch.ones(3), torch.sin(safe) / safe).sum()
+"""
+
 _BRANCH_NEAR_MISS = """\
 import torch
 
 def near_miss():
     angle = torch.zeros(3, requires_grad=True)
-    safe = torch.where(angle == 0, torch.ones(3), angle)
-    return torch.where(angle == 0, torch.ones(3), torch.sin(safe) / safe).sum()
+    regular = torch.sin(angle) / (angle + 1.0)  # not selected either, and finite
+    return torch.where(angle == 0, torch.ones(3), regular).sum()
 """
 
 WHERE_MASKED_GRADIENT = Cause(
@@ -172,7 +197,11 @@ goes back into the dropped branch is 0, and autograd multiplies it by the deriva
 maximum, clamp, masked_fill, indexing and nan_to_num select in the same way. The input of f must be safe, not its
 output.""",
     example=_BRANCH_EXAMPLE,
+    repaired=_BRANCH_REPAIRED,
     near_miss=_BRANCH_NEAR_MISS,
+    practice="""\
+sin(x) / x and axis-angle rotations at the identity, contractions of unbounded scenes in radiance fields, Huber-like
+losses with a root in the branch not taken, and `nan_to_num` after the fact.""",
     help="make the argument safe before the operation: `x = torch.where(ok, x, 1)`, then compute, then select",
     references=(
         "kornia/kornia#3949",
