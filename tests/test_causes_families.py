@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from families import CASES, Case, functions, layers, losses, matrices, norms, reductions, softmax
+from families import CASES, Case, functions, layers, losses, matrices, norms, recipes, reductions, softmax
 from located import finding_of
 
 from bisect_nan.causes import CAUSES, find
 
-PARTS = (functions, layers, losses, matrices, norms, reductions, softmax)
+PARTS = (functions, layers, losses, matrices, norms, recipes, reductions, softmax)
 """The modules that fill `CASES`."""
 
 

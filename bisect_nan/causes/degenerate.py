@@ -6,10 +6,12 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
-from bisect_nan.causes.evidence import Evidence
+from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.operands import enough, numbers, ops, show, where, written_by
 
-_NORMS = ops("linalg_vector_norm norm cdist _cdist_forward _euclidean_dist linalg_matrix_norm _weight_norm_interface")
+_NORMS = ops(
+    "linalg_vector_norm norm cdist _cdist_forward _euclidean_dist linalg_matrix_norm _weight_norm_interface hypot"
+)
 _NORM_NODES = ("LinalgVectorNormBackward", "NormBackward", "CdistBackward", "EuclideanDistBackward")
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 _SPREAD_NODES = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward")
@@ -31,7 +33,22 @@ def _measures_zero(evidence: Evidence, names: frozenset[str], nodes: tuple[str, 
         measured = forward.arguments.get("other")
     else:
         return False
-    return isinstance(measured, torch.Tensor) and bool((measured == 0).any())
+    if not isinstance(measured, torch.Tensor):
+        return False
+    zero = _spread_back(measured == 0, forward, evidence.mask.shape)
+    return bool((measured == 0).any()) if zero is None else enough(zero[evidence.mask])
+
+
+def _spread_back(reduced: torch.Tensor, forward: Call, shape: torch.Size) -> torch.Tensor | None:
+    """Spread what a reduction gave over the elements that it was made of; None where the shapes do not tell how."""
+    dims = forward.arguments.get("dim")
+    if reduced.ndim < len(shape) and isinstance(dims, list | tuple | int):
+        for dim in sorted(d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)):
+            reduced = reduced.unsqueeze(dim)
+    try:
+        return reduced.expand(shape)
+    except RuntimeError:
+        return None
 
 
 def _norm_at_zero(evidence: Evidence) -> Match | None:
@@ -57,14 +74,22 @@ def _equal_spectrum(evidence: Evidence) -> Match | None:
     values = values.real if values.is_complex() else values
     ordered = values.sort(-1).values
     scale = ordered.abs().amax(-1, keepdim=True)
-    close = ordered.diff(dim=-1) <= 4 * torch.finfo(spectrum.dtype).eps * scale
+    blamed = _matrices(evidence.mask, values.shape[:-1])
+    close = (ordered.diff(dim=-1) <= 4 * torch.finfo(spectrum.dtype).eps * scale) & blamed
     word = "singular values" if forward.op == "_linalg_svd" else "eigenvalues"
     if close.any():
         value = show(ordered[..., 1:][close][0])
         return Match(0.95, (f"{int(close.sum())} neighbouring pairs of {word} are equal, the first pair at {value}",))
-    if word == "singular values" and bool((ordered == 0).any()):
-        return Match(0.9, (f"{int((ordered == 0).sum())} {word} are exactly 0",))
+    zero = (ordered == 0) & blamed
+    if word == "singular values" and bool(zero.any()):
+        return Match(0.9, (f"{int(zero.sum())} {word} are exactly 0",))
     return None
+
+
+def _matrices(mask: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+    """Which matrices of a batch hold blamed elements, as a column of bools; all of them where the shapes do not tell."""
+    rows = mask.cpu().reshape(*batch, -1).any(-1) if mask.shape[: len(batch)] == batch else torch.ones(batch).bool()
+    return rows.unsqueeze(-1)
 
 
 def _log_sum_of_nothing(evidence: Evidence) -> Match | None:
@@ -74,8 +99,12 @@ def _log_sum_of_nothing(evidence: Evidence) -> Match | None:
     value = forward.outputs[0]
     if value is None or not finite.has([value], finite.NonFinite.NEG_INF):
         return None
-    empty = int(finite.mask(value, finite.NonFinite.NEG_INF).sum())
-    note = f"{empty} of {value.numel()} rows hold only -inf: their log-sum is -inf and the derivative exp(-inf - -inf)"
+    empty = finite.mask(value, finite.NonFinite.NEG_INF)
+    rows = _spread_back(empty, forward, evidence.mask.shape)
+    if rows is not None and not enough(rows[evidence.mask]):
+        return None
+    count = f"{int(empty.sum())} of {value.numel()} rows hold only -inf"
+    note = f"{count}: their log-sum is -inf and the derivative exp(-inf - -inf)"
     return Match(0.96, (note, *written_by(evidence)))
 
 

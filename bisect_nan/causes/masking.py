@@ -92,7 +92,9 @@ def _where_masked_gradient(evidence: Evidence) -> Match | None:
     if value is None or not enough(~value.isfinite()):
         return None
     bad = ~value.isfinite()
-    note = f"the forward value is {show(value[bad][0])}{where(evidence, bad)}, and a later selection keeps it out of the loss"
+    note = (
+        f"the forward value is {show(value[bad][0])}{where(evidence, bad)}, and what follows keeps it out of the loss"
+    )
     return Match(0.85 if evidence.hidden else 0.9, (note, *_why_bad(evidence)))
 
 
