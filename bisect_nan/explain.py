@@ -113,6 +113,7 @@ class Examination:
         )
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
+        match = causes.of_state(entry, birth.mask)
         return Culprit(
             phase=phase,
             cause=entry.name,
@@ -130,7 +131,8 @@ class Examination:
             element=_first(birth.mask),
             samples=self._samples.of_input(birth.mask) if phase is Phase.INPUT and not placeholder.constant else (),
             chain=self._chain(users[0].index) if users else (),
-            help=entry.help,
+            notes=match.notes,
+            help=match.help or entry.help,
         )
 
     def _call(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> Culprit:

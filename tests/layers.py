@@ -11,7 +11,7 @@ LAYERS = {
     "Running a step again": "dependence stretch replay neutral influence intent blame reproduce",
     "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
-        "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
+        "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
         " causes.domain causes.inverse causes.special causes.division causes.infinities causes.reductions causes.exponentials"
         " causes.ranges causes.masking causes.derivatives causes.degenerate causes.unclassified causes"
     ),

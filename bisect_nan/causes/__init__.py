@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
+
+import torch
 
 from bisect_nan.causes import (
     degenerate,
@@ -22,9 +25,10 @@ from bisect_nan.causes import (
 )
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Call, Evidence
+from bisect_nan.causes.extent import extent, isolated
 from bisect_nan.errors import BisectNanError
 
-__all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find"]
+__all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find", "of_state"]
 
 CAUSES: tuple[Cause, ...] = (
     state.INPUT_NONFINITE,
@@ -74,6 +78,8 @@ CAUSES: tuple[Cause, ...] = (
 )
 """Every entry, in the order in which they are asked."""
 
+_REPLACE = "; single bad values may be replaced in the loader (`torch.nan_to_num`) where a neutral number exists"
+
 _BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
@@ -108,8 +114,19 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if match is not None:
-            return cause, match
+            return cause, replace(match, notes=(*match.notes, *extent(evidence.mask)))
     return unclassified.UNCLASSIFIED, Match(0.1)
+
+
+def of_state(cause: Cause, mask: torch.Tensor) -> Match:
+    """Return what there is to say of bad elements of a parameter, a buffer or the batch.
+
+    Args:
+        cause: Their entry.
+        mask: bool: the bad elements.
+    """
+    replaceable = cause is state.INPUT_NONFINITE and isolated(mask)
+    return Match(1.0, extent(mask), cause.help + _REPLACE if replaceable else "")
 
 
 def explain(name: str) -> str:
