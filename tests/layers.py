@@ -11,9 +11,10 @@ LAYERS = {
     "Running a step again": "dependence stretch replay neutral influence intent blame reproduce",
     "Who is to blame": "trace hidden confirm samples inquest trend",
     "Why": (
-        "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
-        " causes.domain causes.inverse causes.special causes.division causes.infinities causes.reductions causes.exponentials"
-        " causes.ranges causes.masking causes.derivatives causes.degenerate causes.unclassified causes"
+        "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.fused"
+        " causes.state causes.optimizer causes.domain causes.inverse causes.special causes.division causes.infinities"
+        " causes.reductions causes.exponentials causes.ranges causes.masking causes.derivatives causes.degenerate"
+        " causes.unclassified causes"
     ),
     "The answer": "explain driver",
     "The training loop": "modes training incident guard",

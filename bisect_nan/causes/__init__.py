@@ -26,6 +26,7 @@ from bisect_nan.causes import (
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.extent import extent, isolated
+from bisect_nan.causes.fused import inner_step
 from bisect_nan.errors import BisectNanError
 
 __all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find", "of_state"]
@@ -114,7 +115,7 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if match is not None:
-            return cause, replace(match, notes=(*match.notes, *extent(evidence.mask)))
+            return cause, replace(match, notes=(*match.notes, *inner_step(evidence), *extent(evidence.mask)))
     return unclassified.UNCLASSIFIED, Match(0.1)
 
 
