@@ -15,6 +15,7 @@ from bisect_nan.program import Node, Ref, substitute
 from bisect_nan.replay import Executed, Run
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Samples
+from bisect_nan.scaling import loss_scale
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin
@@ -108,12 +109,9 @@ class Examination:
         assert placeholder is not None
         tensor = self._done.checkpoints[0].env[birth.value]
         phase = placeholder.phase
-        entry = causes.find(
-            {Phase.PARAMETER: "parameter_nonfinite", Phase.BUFFER: "buffer_nonfinite"}.get(phase, "input_nonfinite")
-        )
+        entry, match = causes.of_state(phase, placeholder.name, self._symptom, birth.mask)
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
-        match = causes.of_state(entry, birth.mask)
         return Culprit(
             phase=phase,
             cause=entry.name,
@@ -149,6 +147,7 @@ class Examination:
             intended=self._written(innocents),
             recompute=lambda dtype: _recompute(executed, dtype),
             ancestors=lambda name: tuple(self._ancestors(node, name)),
+            loss_scale=loss_scale(self._program, self._done.checkpoints[0].env),
             selected_by=lambda: self._selected_by(node, value),
             history=self._history(node),
         )

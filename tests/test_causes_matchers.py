@@ -16,7 +16,7 @@ from bisect_nan.finding import Phase, Symptom
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
 ONES = torch.ones(2, 1)
-BY_SEARCH = {"input_nonfinite", "parameter_nonfinite", "buffer_nonfinite"}
+BY_SEARCH = {"input_nonfinite", "parameter_nonfinite", "buffer_nonfinite", "gradient_nonfinite_applied"}
 """Entries that the search picks itself; they have no matcher."""
 
 

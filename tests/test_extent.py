@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from observed import LOSS, PARAMETER
 
-from bisect_nan.causes import find, of_state
+from bisect_nan.causes import of_state
 from bisect_nan.causes.extent import extent, isolated
+from bisect_nan.finding import Phase
 
 
 def bad(*shape: int, at: tuple[slice | int, ...] = ()) -> torch.Tensor:
@@ -45,11 +47,13 @@ def test_single_elements_point_at_the_data(size: int, data: st.DataObject) -> No
 
 
 def test_only_isolated_inputs_may_be_replaced() -> None:
-    """Replacing bad values is advised for single ones of the batch, and for nothing else."""
+    """Replacing bad values is advised for single ones of the batch, and for nothing else, gradients least of all."""
     few, many = bad(100, at=(slice(3, 5),)), bad(100, at=(slice(0, 50),))
-    assert "nan_to_num" in of_state(find("input_nonfinite"), few).help
-    assert of_state(find("input_nonfinite"), many).help == ""
-    assert of_state(find("parameter_nonfinite"), few).help == ""
+    assert "nan_to_num" in of_state(Phase.INPUT, "batch['x']", LOSS, few)[1].help
+    assert of_state(Phase.INPUT, "batch['x']", LOSS, many)[1].help == ""
+    assert of_state(Phase.PARAMETER, "weight", LOSS, few)[1].help == ""
+    cause, match = of_state(Phase.INPUT, "gradient of weight", PARAMETER, few)
+    assert (cause.name, match.help) == ("gradient_nonfinite_applied", "")
 
 
 def test_small_tensors_say_nothing() -> None:

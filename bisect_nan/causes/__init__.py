@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from bisect_nan.causes import (
+    applied,
     degenerate,
     derivatives,
     division,
@@ -17,6 +18,7 @@ from bisect_nan.causes import (
     inverse,
     masking,
     optimizer,
+    quotients,
     ranges,
     reductions,
     special,
@@ -28,6 +30,7 @@ from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.extent import extent, isolated
 from bisect_nan.causes.fused import inner_step
 from bisect_nan.errors import BisectNanError
+from bisect_nan.finding import Phase, Symptom
 
 __all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find", "of_state"]
 
@@ -36,6 +39,7 @@ CAUSES: tuple[Cause, ...] = (
     state.PARAMETER_NONFINITE,
     state.BUFFER_NONFINITE,
     state.UNINITIALIZED_MEMORY,
+    applied.GRADIENT_NONFINITE_APPLIED,
     optimizer.LEARNING_RATE_NONFINITE,
     optimizer.OPTIMIZER_EPS_UNDERFLOW,
     masking.SOFTMAX_ALL_MASKED,
@@ -54,7 +58,7 @@ CAUSES: tuple[Cause, ...] = (
     degenerate.DEGENERATE_SPECTRUM_GRAD,
     degenerate.LOGSUMEXP_GRAD_ALL_NEGINF,
     masking.WHERE_MASKED_GRADIENT,
-    division.DIVISION_GRAD,
+    quotients.DIVISION_GRAD,
     # What the operands say, the special before the general.
     reductions.LOSS_TARGET_INVALID,
     reductions.EMPTY_REDUCTION,
@@ -119,15 +123,21 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
     return unclassified.UNCLASSIFIED, Match(0.1)
 
 
-def of_state(cause: Cause, mask: torch.Tensor) -> Match:
-    """Return what there is to say of bad elements of a parameter, a buffer or the batch.
+def of_state(phase: Phase, name: str, symptom: Symptom, mask: torch.Tensor) -> tuple[Cause, Match]:
+    """Return the entry for a parameter, a buffer, a gradient or a part of the batch that is bad before anything runs.
 
     Args:
-        cause: Their entry.
-        mask: bool: the bad elements.
+        phase: What it is.
+        name: What it is called; the gradients that an update starts with are `gradient of layers.0.weight`.
+        symptom: Where the failure shows.
+        mask: bool: its bad elements.
     """
+    kinds = {Phase.PARAMETER: state.PARAMETER_NONFINITE, Phase.BUFFER: state.BUFFER_NONFINITE}
+    cause = kinds.get(phase, state.INPUT_NONFINITE)
+    if cause is state.INPUT_NONFINITE and symptom.kind != "loss" and name.startswith("gradient of "):
+        return applied.GRADIENT_NONFINITE_APPLIED, Match(1.0, extent(mask))
     replaceable = cause is state.INPUT_NONFINITE and isolated(mask)
-    return Match(1.0, extent(mask), cause.help + _REPLACE if replaceable else "")
+    return cause, Match(1.0, extent(mask), cause.help + _REPLACE if replaceable else "")
 
 
 def explain(name: str) -> str:

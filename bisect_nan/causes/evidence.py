@@ -70,6 +70,7 @@ class Evidence:
             data movement, scaling and roots: what the operand *is* (a deviation, a norm, a count).
         selected_by: Base names of the ops behind the condition of the `where` that takes the value up next, the nearest first;
             none where no `where` does.
+        loss_scale: The power of two that the step multiplies its loss with at the end; 1 when it does not.
         history: Numbers of the training, the latest last, as far as they are known: `step`, `loss`, `gradient_norm`,
             `parameter_norm`. The last one belongs to the step of the call.
     """
@@ -83,6 +84,7 @@ class Evidence:
     recompute: Callable[[torch.dtype], tuple[torch.Tensor | None, ...] | None]
     ancestors: Callable[[str], tuple[str, ...]]
     selected_by: Callable[[], tuple[str, ...]] = tuple
+    loss_scale: float = 1.0
     history: tuple[Mapping[str, float], ...] = ()
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.healing import CASTS, overflowed
+from bisect_nan.causes.healing import CASTS, heal, largest, overflowed
 from bisect_nan.causes.operands import (
     HALVES,
     aligned,
@@ -15,6 +17,7 @@ from bisect_nan.causes.operands import (
     finite_inputs,
     ops,
     result,
+    show,
     where,
 )
 
@@ -53,7 +56,19 @@ def _half_gradient(evidence: Evidence) -> Match | None:
     if not is_gradient(evidence) or evidence.result.dtype not in HALVES:
         return None
     found = overflowed(evidence, torch.float32)
-    return Match(found[0], (found[1],)) if found else None
+    return _with_scale(evidence, Match(found[0], (found[1],)), torch.float32) if found else None
+
+
+def _with_scale(evidence: Evidence, match: Match, wider: torch.dtype) -> Match:
+    """Say so when the loss is scaled, and the gradient would fit without that: it is proportional to the scale."""
+    healed = heal(evidence, wider) if evidence.loss_scale > 1 else None
+    if healed is None or not enough(healed.values.abs() / evidence.loss_scale < largest(evidence.result.dtype)):
+        return match
+    without = show(healed.values[healed.beyond | healed.inside][0] / evidence.loss_scale)
+    note = f"the loss is multiplied by {evidence.loss_scale:g} at the end; without that the element is {without}, which fits"
+    return replace(
+        match, notes=(*match.notes, note), help="lower the loss scale, or let `torch.amp.GradScaler` find one"
+    )
 
 
 def _plain_overflow(evidence: Evidence) -> Match | None:
@@ -71,7 +86,8 @@ def _plain_overflow(evidence: Evidence) -> Match | None:
 
 
 def _gradient_overflow(evidence: Evidence) -> Match | None:
-    return _plain_overflow(evidence) if is_gradient(evidence) else None
+    match = _plain_overflow(evidence) if is_gradient(evidence) else None
+    return None if match is None else _with_scale(evidence, match, torch.float64)
 
 
 _HALF_EXAMPLE = """\
