@@ -204,7 +204,7 @@ weights of 0 times values that overflowed, and soft labels over a masked class."
         "replace the infinity before multiplying (`masked_fill(mask, 0)`, `torch.where`), or use `torch.xlogy`, which"
         " takes 0 * log 0 as 0"
     ),
-    references=("huggingface/trl#7221",),
+    references=("huggingface/trl#7221", "pytorch/pytorch#195197"),
 )
 
 _DIFFERENCE_EXAMPLE = """\

@@ -141,7 +141,8 @@ def _as_computed(evidence: Evidence, denominator: torch.Tensor) -> torch.Tensor:
     dtype = evidence.result.dtype
     if denominator.is_complex() or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return denominator
-    return denominator.float().double()
+    exact = base_op(evidence.call) in ("fmod", "remainder")  # a quotient is computed in float32 for narrower types
+    return denominator.to(dtype if exact else torch.float32).double()
 
 
 def under_root(evidence: Evidence, call: Call | None = None) -> torch.Tensor | None:
@@ -163,8 +164,9 @@ def under_log(evidence: Evidence, call: Call | None = None) -> torch.Tensor | No
         return aligned(evidence, "other", call)
     if op == "special_xlog1py":
         return _plus_one(aligned(evidence, "other", call))
-    if op == "logit" and call.arguments.get("eps") is None:
-        found = aligned(evidence, "self", call)
+    if op == "logit":
+        found, eps = aligned(evidence, "self", call), call.arguments.get("eps")
+        found = found if found is None or eps is None or eps < 0 else found.clamp(eps, 1 - eps)
         return None if found is None else torch.minimum(found, 1 - found)
     return _determinant(evidence, call)
 

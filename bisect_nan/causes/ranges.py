@@ -23,9 +23,11 @@ from bisect_nan.causes.operands import (
 
 _ARITHMETIC = ops(
     "add sub rsub mul div addcmul addcdiv pow square sum mean prod cumsum cumprod mm bmm addmm baddbmm mv addmv dot linear "
-    "convolution lerp linalg_vector_norm var std exp exp2 expm1 sinh cosh reciprocal ldexp"
+    "convolution lerp linalg_vector_norm var std exp exp2 expm1 sinh cosh reciprocal ldexp float_power elu i0 special_i1 special_erfcx "
+    "special_modified_bessel_i0 special_modified_bessel_i1"
 )
-"""What can leave the range of float64, where no wider type tells."""
+"""What can leave the range of float64, where no wider type tells: from finite numbers they make an infinity in no other way,
+once divisions by zero and poles are ruled out."""
 
 
 def is_gradient(evidence: Evidence) -> bool:
@@ -76,7 +78,7 @@ def _plain_overflow(evidence: Evidence) -> Match | None:
     if found:
         return Match(found[0], (found[1],))
     values = result(evidence)
-    if evidence.result.dtype not in (torch.float64, torch.complex128, torch.complex64):
+    if not (evidence.result.is_floating_point() or evidence.result.is_complex()):
         return None
     infinite = values.isinf()
     if base_op(evidence.call) not in _ARITHMETIC or not enough(infinite) or not finite_inputs(evidence):

@@ -21,6 +21,13 @@ _POLES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "digamma": ("self", _gamma_pole),
     "polygamma": ("self", _gamma_pole),
     "special_zeta": ("self", lambda x: x == 1),
+    **dict.fromkeys(
+        (
+            *("special_bessel_y0", "special_bessel_y1", "special_modified_bessel_k0", "special_modified_bessel_k1"),
+            *("special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"),
+        ),
+        ("self", lambda x: x == 0),
+    ),
 }
 """Op: the argument that decides, and where its poles are."""
 
@@ -40,6 +47,7 @@ _BY_DIAGONAL = frozenset({"linalg_solve_triangular", "triangular_solve", "choles
 
 def _function_pole(evidence: Evidence) -> Match | None:
     name, is_pole = _POLES.get(base_op(evidence.call), ("", _gamma_pole))
+    name = "x" if name and name not in evidence.call.arguments else name  # as some of them call it
     argument = aligned(evidence, name) if name else None
     if argument is None or argument.is_complex() or not evidence.kinds() or not enough(is_pole(argument)):
         return None
