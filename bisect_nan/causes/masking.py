@@ -15,12 +15,15 @@ from bisect_nan.causes.operands import enough, first_index, numbers, result, sho
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "special_softmax"})
 _FORWARD_FAULTS = (
     reductions.LOSS_TARGET_INVALID,
+    reductions.EMPTY_REDUCTION,
+    reductions.DEGENERATE_DOF,
     domain.LOG_OF_ZERO,
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,
     domain.POW_DOMAIN,
     inverse.TRIG_DOMAIN,
     special.FUNCTION_POLE,
+    special.SINGULAR_MATRIX,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
     exponentials.EXP_OVERFLOW,
@@ -210,5 +213,6 @@ losses with a root in the branch not taken, and `nan_to_num` after the fact.""",
         "SuLvXiangXin/zipnerf-pytorch#54",
         "ashawkey/torch-ngp#198",
         "gdalsanto/flamo#35",
+        "pytorch/pytorch#121416",
     ),
 )

@@ -214,7 +214,7 @@ prompt alone filled the context, the crop shows only unlabelled pixels. One such
 Prompts so long that no answer token is left to score, crops that hold nothing but the label to ignore (255 in
 segmentation), images without a positive proposal, and experts that no token was sent to.""",
     help="skip the term when nothing is selected, or sum and divide by the count clamped to at least 1",
-    references=("meta-llama/llama-cookbook#133", "open-mmlab/mmsegmentation#1388"),
+    references=("meta-llama/llama-cookbook#133", "open-mmlab/mmsegmentation#1388", "pytorch/pytorch#70348"),
 )
 
 _SINGLE_EXAMPLE = """\

@@ -81,7 +81,12 @@ maps with holes, and images that a decoder could not read.""",
         "repair or drop the named samples in the data loader; select valid values with `torch.where`, never by "
         "multiplying with a mask"
     ),
-    references=("prs-eth/Marigold#111", "philipperemy/deep-speaker#5", "huggingface/transformers#47885"),
+    references=(
+        "prs-eth/Marigold#111",
+        "philipperemy/deep-speaker#5",
+        "huggingface/transformers#47885",
+        "ecmwf/WeatherGenerator#2723",
+    ),
 )
 
 _PARAMETER_EXAMPLE = """\
@@ -276,5 +281,5 @@ that a loss picks.""",
 NaN as the mark for a missing value, `default=float("inf")` of a running minimum that never saw a value, a Python
 quotient of `math.inf`, and torch itself, which answers with NaN where a loss has no element.""",
     help="select the valid elements instead of marking the others, or write a finite number",
-    references=(),
+    references=("pytorch/pytorch#64305", "pytorch/pytorch#50224"),
 )

@@ -209,3 +209,11 @@ case("std of inf", "exp_overflow", lambda x: (x * 100).exp().std(), t(1.0, 2.0))
 case(
     "xent label_smooth", "clean", lambda x: F.cross_entropy(x, torch.tensor([0]), label_smoothing=0.1), t([200.0, 0.0])
 )
+case("float to int", "clean", lambda x: x * (x * 100).exp().long().float().clamp(max=9.0), t(1.0, 2.0))
+case(
+    "label marked by nan",
+    "nonfinite_constant",
+    lambda x: (x - t(1.0, 2.0).masked_fill(t(0.0, 1.0) > 0, NAN)).square(),
+    t(1.0, 2.0),
+)
+case("argmin over inf", "clean", lambda x: x[masked(x, [True, False]).argmax()], t(1.0, 2.0))
