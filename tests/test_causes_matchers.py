@@ -261,6 +261,11 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
         "zero_variance",
         lambda: run_one(aten.native_group_norm.default, torch.ones(2, 4, 3), None, None, 2, 4, 3, 2, 0.0),
     ),
+    (
+        "zero_variance",
+        lambda: run_one(aten.native_layer_norm.default, torch.ones(2, 3), [3], None, None, 0.0, output=2),
+    ),
+    ("zero_variance", lambda: run_one(aten._fused_rms_norm.default, torch.zeros(2, 3), [3], None, 0.0, output=1)),
     ("zero_variance", lambda: run_one(aten._weight_norm_interface.default, torch.zeros(2, 3), torch.ones(2, 1), 0)),
     ("zero_over_zero", lambda: run_one(aten.div.Tensor, t(0.0), t(0.0))),
     ("zero_over_zero", lambda: run_one(aten.div.Tensor, t(0.0), t(0.0), ancestors={"other": ("sum",)})),

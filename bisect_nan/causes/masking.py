@@ -24,6 +24,7 @@ _FORWARD_FAULTS = (
     inverse.TRIG_DOMAIN,
     special.FUNCTION_POLE,
     special.SINGULAR_MATRIX,
+    division.ZERO_VARIANCE,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
     exponentials.EXP_OVERFLOW,
