@@ -16,7 +16,7 @@ from bisect_nan.finding import Phase, Symptom
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
 ONES = torch.ones(2, 1)
-BY_SEARCH = {"input_nonfinite", "parameter_nonfinite", "buffer_nonfinite", "gradient_nonfinite_applied"}
+BY_SEARCH = {"input_nonfinite", "parameter_nonfinite", "buffer_nonfinite"}
 """Entries that the search picks itself; they have no matcher."""
 
 
@@ -138,6 +138,14 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
             ancestors={"tensor2[1]": ("_foreach_add", "_foreach_sqrt")},
         ),
     ),
+    (
+        "optimizer_eps_underflow",
+        lambda: optimizing(
+            aten.addcdiv_.default, half(1.0), half(0.1), half(0.0), ancestors={"tensor2": ("mul", "_foreach_maximum")}
+        ),
+    ),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(INF), t(INF))),
+    ("zero_times_inf", lambda: run_one(aten.addcdiv.default, t(1.0), t(INF), t(INF))),
     ("softmax_all_masked", lambda: rows([0.0, 1.0], [-INF, -INF])),
     ("softmax_all_masked", lambda: rows([-INF, -INF], log=True)),
     ("softmax_all_masked", lambda: hidden(rows([-INF, -INF]))),
@@ -354,6 +362,9 @@ SILENT: list[tuple[str, Callable[[], Evidence]]] = [
     ("learning_rate_nonfinite", lambda: run_one(aten.mul.Tensor, t(1.0), torch.tensor(NAN))),
     ("learning_rate_nonfinite", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(1.0), t(0.0), value=1e-3)),
     ("optimizer_eps_underflow", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(1.0), t(0.0))),
+    ("gradient_nonfinite_applied", lambda: run_one(aten.addcdiv.default, t(1.0), t(INF), t(INF))),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(0.0), t(0.0))),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.add_.Tensor, t(1.0), t(0.0), alpha=INF)),
     ("softmax_all_masked", lambda: rows([-INF, INF])),
     ("softmax_all_masked", lambda: rows([-INF, NAN])),
     ("softmax_all_masked", lambda: rows([-INF, 0.0], blame_all=True)),

@@ -39,8 +39,8 @@ CAUSES: tuple[Cause, ...] = (
     state.PARAMETER_NONFINITE,
     state.BUFFER_NONFINITE,
     state.UNINITIALIZED_MEMORY,
-    applied.GRADIENT_NONFINITE_APPLIED,
     optimizer.LEARNING_RATE_NONFINITE,
+    applied.GRADIENT_NONFINITE_APPLIED,
     optimizer.OPTIMIZER_EPS_UNDERFLOW,
     masking.SOFTMAX_ALL_MASKED,
     # Overflows of all kinds are only where it shows when the weights have grown without limit.

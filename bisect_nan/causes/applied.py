@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
+from bisect_nan.causes.operands import enough, literals, result
+from bisect_nan.finding import Phase
+from bisect_nan.finite import NonFinite
 
 
-def _chosen_by_search(_: Evidence) -> Match | None:
-    """The gradients are no call: the search itself sees that they are non-finite before the update."""
-    return None
+def _infinite_before(evidence: Evidence) -> Match | None:
+    """Infinities that an update turns into NaN and did not make; the search itself picks the entry where it sees the gradient.
+
+    Parameters and the optimizer's own tensors were finite before, so it is the gradient that holds them.
+    """
+    if evidence.call.phase is not Phase.OPTIMIZER or literals(evidence):
+        return None
+    if not evidence.inputs_kinds() & NonFinite.INF or not enough(result(evidence).isnan()):
+        return None
+    return Match(0.7, (f"infinities go into `{evidence.op}` that the update did not make: the gradient holds them",))
 
 
 _APPLIED_EXAMPLE = """\
@@ -54,7 +64,7 @@ def near_miss():
 GRADIENT_NONFINITE_APPLIED = Cause(
     name="gradient_nonfinite_applied",
     summary="a gradient was not finite before the update, and the update was made with it",
-    matches=_chosen_by_search,
+    matches=_infinite_before,
     explanation="""\
 The gradient was bad before the optimizer started, and the step that computes it gives a finite one when it is run again:
 something changed it in between, or it was left over. The optimizer writes it into the parameters, where it stays. Clipping

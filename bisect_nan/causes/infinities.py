@@ -35,6 +35,7 @@ _MATRICES = {
     "baddbmm": ("batch1", "batch2"),
 }
 _PAIRS = {"mul": ("self", "other"), "addcmul": ("tensor1", "tensor2")}
+_QUOTIENTS = {"div": ("self", "other"), "true_divide": ("self", "other"), "addcdiv": ("tensor1", "tensor2")}
 _TERMS = {"add": ("self", "other"), "sub": ("self", "other"), "rsub": ("self", "other")}
 
 
@@ -46,8 +47,9 @@ def _factors(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor] | None:
         one, two = aligned(evidence, left), aligned(evidence, name)
         if one is not None and two is not None:
             return one, two
-    if op in ("div", "true_divide"):
-        above, below = aligned(evidence, "self"), aligned(evidence, "other")
+    left, right = _QUOTIENTS.get(op, ("", ""))
+    if left:
+        above, below = aligned(evidence, left), aligned(evidence, right)
         if above is not None and below is not None:
             return above, 1 / below
     return None

@@ -15,7 +15,7 @@ from bisect_nan.causes.healing import overflowed
 from bisect_nan.causes.operands import HALVES, base_op, enough, finite_inputs, ops, quotient, result, show, where
 from bisect_nan.finding import Phase
 
-_ROOT_AND_EPS = ops("add sqrt _foreach_add _foreach_sqrt")
+_ROOT_AND_EPS = ops("add sqrt maximum amax _foreach_add _foreach_sqrt _foreach_maximum")
 _GROWING = ops(
     "exp exp2 expm1 sinh cosh add sub rsub mul addcmul square sum mean prod mm bmm addmm baddbmm mv addmv dot linear convolution"
 )
