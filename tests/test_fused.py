@@ -46,6 +46,24 @@ KERNELS: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
     "binary_cross_entropy_with_logits": lambda x: (
         *(aten.binary_cross_entropy_with_logits.default, x, torch.full_like(x, 0.3), None, None, 0),
     ),
+    "nll_loss_forward": lambda x: (
+        *(
+            aten.nll_loss_forward.default,
+            x[0],
+            torch.tensor([0, 1, -100, 1]),
+            torch.arange(1.0, x.shape[2] + 1),
+            1,
+            -100,
+        ),
+    ),
+    "nll_loss_forward, a sum": lambda x: (
+        *(aten.nll_loss_forward.default, x[0], torch.tensor([0, 1, -100, 1]), None, 2, -100),
+    ),
+    "nll_loss2d_forward": lambda x: (
+        *(aten.nll_loss2d_forward.default, x[None], torch.ones(1, *x.shape[1:], dtype=torch.long), None, 0, -100),
+    ),
+    "linalg_vector_norm": lambda x: (aten.linalg_vector_norm.default, x, 2, [-1], True),
+    "linalg_vector_norm, p 3": lambda x: (aten.linalg_vector_norm.default, x, 3),
     "_euclidean_dist": lambda x: (aten._euclidean_dist.default, x[0], x[0] + 1.0),
     "attention": lambda x: (ATTENTION, x[None], x[None], x[None]),
     "attention of the past": lambda x: (ATTENTION, x[None], x[None], x[None], 0.0, True),
@@ -95,6 +113,17 @@ FAILING: dict[str, tuple[Callable[[], Evidence], str]] = {
     "mask": (
         lambda: run_one(aten._softmax.default, torch.tensor([[0.0, 1.0], [-INF, -INF]]), -1, half_to_float=False),
         "`score - row maximum` is the first to fail, with nan where `row maximum` is -inf; float64 changes nothing",
+    ),
+    "nothing scored": (
+        lambda: run_one(aten.nll_loss_forward.default, torch.zeros(2, 3), torch.full((2,), -100), None, 1, -100),
+        (
+            "`sum of the losses / sum of the weights` is the first to fail, with nan where"
+            " `sum of the weights of scored labels` is 0; float64 changes nothing"
+        ),
+    ),
+    "a long vector": (
+        lambda: run_one(aten.linalg_vector_norm.default, torch.tensor([1e30, 1.0])),
+        "`|x|**2` is the first to fail, with inf; in float64 it is 1e+60",
     ),
     "one logit of many": (
         lambda: run_one(

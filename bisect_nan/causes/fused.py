@@ -18,6 +18,8 @@ from bisect_nan.causes.operands import numbers, ops, show
 
 Steps = Iterator[tuple[str, torch.Tensor]]
 
+_MEAN, _EUCLIDEAN = 1, 2.0
+
 _LARGEST = 1 << 20
 """Elements of operands up to which a kernel is computed again: attention holds a matrix of scores besides."""
 
@@ -126,6 +128,34 @@ def _logits_loss(a: Mapping[str, Any]) -> Steps:
     yield "loss of each element", (1 - target) * logits - torch.nn.functional.logsigmoid(logits)
 
 
+def _picked(a: Mapping[str, Any]) -> Steps:
+    """The negative log-likelihood of labels, as a sum or as a mean by the weights of their classes."""
+    logp, target = a["self"], a["target"]
+    scored, classes = target != a["ignore_index"], min(1, a["self"].ndim - 1)
+    label = target.where(scored, 0)
+    weight = logp.new_ones(logp.shape[classes]) if a.get("weight") is None else a["weight"]
+    weights = weight[label] * scored
+    losses = (-logp.gather(classes, label.unsqueeze(classes)).squeeze(classes) * weights).where(scored, 0.0)
+    yield "weighted loss of each label", losses
+    if a["reduction"]:
+        yield "sum of the losses", losses.sum()
+    if a["reduction"] == _MEAN:
+        yield "sum of the weights of scored labels", weights.sum()
+        yield "sum of the losses / sum of the weights", losses.sum() / weights.sum()
+
+
+def _length(a: Mapping[str, Any]) -> Steps:
+    power, dims = float(a["ord"]), a.get("dim")
+    if not 0 < power < math.inf:
+        return
+    x = a["self"].abs()
+    raised = x.square() if power == _EUCLIDEAN else x**power
+    yield f"|x|**{power:g}", raised
+    total = raised.sum(tuple(dims) if dims else tuple(range(x.ndim)), keepdim=bool(a.get("keepdim")))
+    yield f"sum of |x|**{power:g}", total
+    yield "root of the sum", total ** (1 / power)
+
+
 def _distances(a: Mapping[str, Any]) -> Steps:
     x, y = a["x1"].unsqueeze(-2), a["x2"].unsqueeze(-3)
     yield "sum of (x - y)**2", (x - y).square().sum(-1)
@@ -153,6 +183,8 @@ _FORMULAS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Steps]], ..
     (ops("std var std_mean var_mean"), _deviation),
     (ops("_weight_norm_interface"), _weight_norm),
     (ops("binary_cross_entropy_with_logits"), _logits_loss),
+    (ops("nll_loss_forward nll_loss2d_forward"), _picked),
+    (ops("linalg_vector_norm"), _length),
     (ops("_euclidean_dist"), _distances),
 )
 
