@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bisect_nan import finite
@@ -91,7 +93,7 @@ def _inside(evidence: Evidence) -> Match | None:
     undefined = result(evidence).isnan()
     if evidence.op in _GATED:
         argument = aligned(evidence, "self")
-        met = None if argument is None else argument.isneginf() & undefined
+        met = None if argument is None else (argument == -math.inf) & undefined
         if met is None or not enough(met):
             return None
         note = (
