@@ -10,6 +10,8 @@ _SMALL = 8
 _FEW = 0.05
 """Share of bad elements up to which they are isolated."""
 
+_OUTLIERS = ", which points at outliers in the data or in one channel, not at the layer as a whole"
+
 
 def isolated(mask: torch.Tensor) -> bool:
     """Whether only single elements are bad."""
@@ -28,11 +30,11 @@ def extent(mask: torch.Tensor) -> tuple[str, ...]:
     if bad == total:
         return ("every element is bad: look at what all of them are computed from, not at one sample",)
     if bad == 1:
-        return ("one element alone is bad, which points at a single value of the data",)
+        return (f"one element alone is bad{_OUTLIERS}",)
     places = mask.nonzero()
     shared = [str(int(place[0])) if len(set(place.tolist())) == 1 else ":" for place in places.T]
     if any(place != ":" and size > 1 for place, size in zip(shared, mask.shape, strict=True)):
         return (f"the bad elements all lie in [{', '.join(shared)}], which points at one sample, channel or position",)
     if isolated(mask):
-        return ("the bad elements are few and far between, which points at single values of the data",)
+        return (f"the bad elements are few and far between{_OUTLIERS}",)
     return ()
