@@ -15,6 +15,7 @@ from bisect_nan.remedies import Site
 from bisect_nan.replay import Edit, Executed
 from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Rows, Samples
+from bisect_nan.scaling import loss_scale
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin, site
@@ -82,9 +83,7 @@ class Examination:
         assert placeholder is not None
         tensor = self._done.checkpoints[0].env[birth.value]
         phase = placeholder.phase
-        entry = causes.find(
-            {Phase.PARAMETER: "parameter_nonfinite", Phase.BUFFER: "buffer_nonfinite"}.get(phase, "input_nonfinite")
-        )
+        entry, match = causes.of_state(phase, placeholder.name, self._symptom, birth.mask)
         users = [node for node in self._stretch.nodes if birth.value in node.inputs()]
         source = self._program.source(users[0]) if users else None
         carried = self._samples.of_input(birth.mask) if phase is Phase.INPUT and not placeholder.constant else Rows()
@@ -106,7 +105,8 @@ class Examination:
             samples=carried.rows,
             samples_confirmed=carried.confirmed,
             chain=self._chain(users[0].index) if users else (),
-            help=entry.help,
+            notes=match.notes,
+            help=match.help or entry.help,
         )
         self.sites.append(Site(self._program, self._dependence, self._tensors, culprit, None, None, None, birth.value))
         return culprit
@@ -125,6 +125,8 @@ class Examination:
             intended=self._written(innocents),
             recompute=lambda dtype: recompute(executed, dtype),
             ancestors=lambda name: tuple(self._witness.ancestors(node, name)),
+            loss_scale=loss_scale(self._program, self._done.checkpoints[0].env),
+            selected_by=lambda: self._witness.selected_by(node, value),
             history=self._history(node),
         )
         entry, match = causes.diagnose(evidence)

@@ -57,6 +57,7 @@ _TRANSPARENT = {
         "reciprocal",
         "real",
         "view_as_real",
+        "eq",
     ),
 }
 """Calls that an operand is followed back through."""
@@ -149,6 +150,12 @@ class Witness:
                         if self._program.values[number].dtype.is_floating_point
                     ]
 
+    def selected_by(self, node: Node, value: int) -> tuple[str, ...]:
+        """Return the names of the calls behind the condition of the first `where` that takes a value up."""
+        takers = (n for n in self._stretch.nodes if n.index > node.index and value in n.inputs())
+        chooser = next((n for n in takers if base_name(str(n.target)) == "where"), None)
+        return () if chooser is None else tuple(self.ancestors(chooser, "condition"))
+
 
 def results(executed: Executed) -> list[int | None]:
     """Return the values that a call returned, by position, and behind them those that it only wrote to."""
@@ -163,8 +170,12 @@ def _by_name(node: Node, tensors: Mapping[int, torch.Tensor]) -> Arguments:
 
 
 def recompute(executed: Executed, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-    """Run a call again with every floating input in `dtype`, or None where there is no such kernel."""
-    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in executed.inputs.items()}
+    """Run a call again with every floating or complex input in `dtype`, or None where there is no such kernel."""
+    wide = {True: dtype.to_complex(), False: dtype}
+    cast = {
+        n: t.to(wide[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
+        for n, t in executed.inputs.items()
+    }
     try:
         made = executed.again(cast)
     except RuntimeError:

@@ -142,23 +142,49 @@ def quality(cases: Path = CASES, only: str = "", limit: float = 60.0) -> dict[st
     """Score all cases of a folder.
 
     Returns:
-        `totals` (score: [good, of]), `results` (one dictionary a case) and `confusion` (expected cause, found cause: count).
+        `totals` (score: [good, of]), `results` (one dictionary a case) and `confusion` (expected cause: {told cause: count}; a
+        case in which nothing is wrong expects `clean`, and what gave no culprit was told its verdict or `error`).
     """
     paths = [path for path in sorted(cases.glob("*.py")) if only in path.name]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(functools.partial(evaluate, limit=limit), paths))
     totals: dict[str, list[int]] = {}
-    confusion: dict[str, int] = {}
+    confusion: dict[str, dict[str, int]] = {}
     for path, result in zip(paths, results, strict=True):
         row = result["row"] if result["row"] is not None else dict.fromkeys(_applicable(path), False)
         for name, good in row.items():
             pair = totals.setdefault(name, [0, 0])
             totals[name] = [pair[0] + bool(good), pair[1] + 1]
-        if not row.get("cause", True):
-            found = ((result.get("finding") or {}).get("culprit") or {}).get("cause", "nothing")
-            key = f"{load_case(path).EXPECT['cause']} -> {found}"
-            confusion[key] = confusion.get(key, 0) + 1
+        told = confusion.setdefault(_expected(path), {})
+        told[_told(path, result)] = told.get(_told(path, result), 0) + 1
     return {"totals": totals, "results": results, "confusion": confusion}
+
+
+def _expected(path: Path) -> str:
+    expect = load_case(path).EXPECT
+    return "clean" if expect["phase"] == "none" else str(expect["cause"])
+
+
+def _told(path: Path, result: dict[str, Any]) -> str:
+    """What was told of a case; a cause that is accepted beside the expected one counts as that."""
+    finding = result.get("finding")
+    if finding is None:
+        return "error"
+    told = str((finding["culprit"] or {}).get("cause", finding["verdict"]))
+    return _expected(path) if told in load_case(path).EXPECT.get("also", []) else told
+
+
+def _matrix(confusion: dict[str, dict[str, int]]) -> list[str]:
+    """Lay out the confusion: a row for each expected cause, and in it what was told how often, the right one first."""
+    width = max(map(len, confusion), default=0)
+    lines = [f"{'expected':{width}}  told"]
+    for expected, told in sorted(confusion.items()):
+        ordered = sorted(told.items(), key=lambda item: (item[0] != expected, -item[1]))
+        wrong = [f"{cause} {count}" for cause, count in ordered if cause != expected]
+        lines.append(
+            f"{expected:{width}}  {told.get(expected, 0)} of {sum(told.values())}{''.join(', ' + w for w in wrong)}"
+        )
+    return lines
 
 
 def _applicable(path: Path) -> list[str]:
@@ -206,9 +232,7 @@ def _report(result: dict[str, Any], cases: Path) -> None:
             print(f"{entry['case']}: missed {', '.join(missed)}; expected {expected}; got {got}")
             if entry.get("error"):
                 print("    " + entry["error"].strip().replace("\n", "\n    "))
-    for pair, count in sorted(result["confusion"].items()):
-        print(f"cause {pair}: {count}")
-    print()
+    print("\n".join(["", *_matrix(result["confusion"]), ""]))
     for name, good, of in _rows(result):
         print(f"{name:9} {good:4} of {of:4}  {good / of:.1%}")
     slowest = max(result["results"], key=lambda entry: entry["seconds"], default=None)

@@ -9,11 +9,12 @@ LAYERS = {
     "Recording": "recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     "Running a step again": "dependence stretch bounds replay differentiable neutral influence intent blame reproduce",
-    "Who is to blame": "trace hidden confirm samples inquest trend",
+    "Who is to blame": "trace hidden confirm samples inquest trend scaling",
     "Why": (
-        "causes.evidence causes.entry causes.operands causes.healing causes.normalisation causes.state causes.optimizer"
-        " causes.domain causes.division causes.infinities causes.reductions causes.ranges causes.masking causes.derivatives"
-        " causes.degenerate causes.unclassified causes"
+        "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.fused"
+        " causes.state causes.applied causes.optimizer causes.domain causes.inverse causes.special causes.division"
+        " causes.quotients causes.infinities causes.reductions causes.exponentials causes.ranges causes.masking"
+        " causes.derivatives causes.degenerate causes.unclassified causes"
     ),
     "What makes it finite": (
         "remedies.proposal remedies.domain remedies.masking remedies.precision remedies.reductions remedies.stable"

@@ -141,11 +141,17 @@ def lineage(observed: Observed, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+
+
 def rerun(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
     """Run a call again with its floating inputs in another type."""
     arguments = pytree.tree_map_only(
         torch.Tensor,
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor.clone(),
+        lambda tensor: _widened(tensor, dtype),
         dict(call.arguments),
     )
     schema = call.target._schema.arguments
@@ -219,12 +225,11 @@ def run_one(
 def births(seen: Sequence[Observed]) -> Iterator[tuple[Observed, int, torch.Tensor]]:
     """Each output that holds a bad element which no input explains: where inputs are finite, or a meant Inf became NaN."""
     for observed in seen:
-        if observed.call.op in LITERALS and observed.call.op != "_to_copy":
-            continue
+        meant = observed.call.op in LITERALS and observed.call.op != "_to_copy"
         for index, value in enumerate(observed.call.outputs):
             if value is None or not (value.is_floating_point() or value.is_complex()):
                 continue
-            born = finite.mask(value, finite.NonFinite.ANY)
+            born = finite.mask(value, finite.NonFinite.NAN if meant else finite.NonFinite.ANY)
             for source in observed.call.tensors().values():
                 bad = finite.mask(source, finite.NonFinite.ANY)
                 if bad.any() and observed.intended and not finite.has([source], finite.NonFinite.NAN):

@@ -10,17 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from located import finding_of_code
 from observed import GRADIENT, LOSS, PARAMETER, Observed, births, defined, evidence_of, observe, run_one
 
-from bisect_nan import causes
+from bisect_nan import Verdict, causes
 from bisect_nan.causes import CAUSES, Cause, Evidence, diagnose, explain, find
 from bisect_nan.errors import BisectNanError
 from bisect_nan.finding import Phase, SourceLine
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
-STATE = ("input_nonfinite", "parameter_nonfinite", "buffer_nonfinite")
+STATE = ("input_nonfinite", "parameter_nonfinite", "buffer_nonfinite", "gradient_nonfinite_applied")
 """Entries that the search picks by name."""
+
+IN_A_LOOP = {
+    *("parameter_nonfinite", "buffer_nonfinite"),  # their examples make a model of their own
+    *("gradient_nonfinite_applied", "learning_rate_nonfinite", "optimizer_eps_underflow", "learning_rate_explosion"),
+}
+"""Entries whose faults are those of a training, and of no single function."""
 
 POINTWISE = sorted(
     (
@@ -69,6 +76,8 @@ def test_entry_is_complete(cause: Cause) -> None:
     assert cause.summary[0] in "`abcdefghijklmnopqrstuvwxyz"
     assert not cause.summary.endswith(".")
     assert len(cause.explanation) > 80
+    assert len(cause.practice) > 40
+    assert cause.practice.endswith(".")
     assert cause.help
     assert "{" not in cause.summary.replace("{op}", "")
 
@@ -79,7 +88,7 @@ def test_example_fails(cause: Cause) -> None:
     """The example gives a non-finite loss, or a finite one with a non-finite gradient."""
     loss, gradients, _ = examples(cause)
     assert loss.ndim == 0
-    if "grad" in cause.name:
+    if "grad" in cause.name and cause.name not in STATE:
         assert is_finite(loss)
         assert not is_finite(*gradients)
     else:
@@ -120,6 +129,28 @@ def test_near_miss_is_finite_and_silent(cause: Cause) -> None:
                     assert cause.matches(evidence) is None, observed.call.target
 
 
+@warns
+@pytest.mark.parametrize("cause", CAUSES, ids=ids)
+def test_repaired_example_is_finite(cause: Cause) -> None:
+    """With the advice applied the example has a finite loss and finite gradients, and as many leaves as before take one."""
+    loss, gradients, _ = observe(defined(cause.repaired, "repaired"))
+    assert loss.ndim == 0
+    assert is_finite(loss, *gradients)
+    assert bool(gradients) == bool(examples(cause)[1])
+
+
+@warns
+@pytest.mark.parametrize(
+    "cause", [cause for cause in CAUSES if cause.name not in IN_A_LOOP], ids=lambda cause: cause.name
+)
+def test_entry_is_located(cause: Cause) -> None:
+    """Recorded and located, the example has its own cause, and neither the repaired example nor the near miss has any."""
+    (culprit,) = finding_of_code(defined(cause.example, "fails")).culprits
+    assert culprit.cause == cause.name
+    for code, name in ((cause.repaired, "repaired"), (cause.near_miss, "near_miss")):
+        assert finding_of_code(defined(code, name)).verdict is Verdict.CLEAN
+
+
 def test_find_lists_near_names() -> None:
     """A wrong name is answered with the nearest right ones, as a KeyError of this package."""
     with pytest.raises(causes.UnknownCause, match="softmax_all_masked") as caught:
@@ -135,7 +166,8 @@ def test_explain_prints_the_entry(cause: Cause) -> None:
     """The explanation holds the entry's parts and no placeholder."""
     text = explain(cause.name)
     assert text.startswith(f"# {cause.name}\n")
-    assert cause.example.strip() in text
+    assert all(code.strip() in text for code in (cause.example, cause.repaired, cause.near_miss))
+    assert cause.practice in text
     assert cause.help in text
     assert "{op}" not in text
     assert all(reference in text for reference in cause.references)

@@ -15,6 +15,7 @@ from bisect_nan.finding import Phase, Symptom
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
+ONES = torch.ones(2, 1)
 BY_SEARCH = {"input_nonfinite", "parameter_nonfinite", "buffer_nonfinite"}
 """Entries that the search picks itself; they have no matcher."""
 
@@ -88,6 +89,11 @@ def custom(target: torch._ops.OpOverload, *args: Any, ancestors: tuple[str, ...]
     )
 
 
+def determinant_below_zero() -> Evidence:
+    """Evidence for the NaN that `logdet` keeps at hand and selects where the sign is -1."""
+    return replace(run_one(aten.scalar_tensor.default, NAN), selected_by=lambda: ("eq", "_linalg_slogdet"))
+
+
 FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 7, 25, 3e4])),
     ("learning_rate_explosion", lambda: after(too_large(), parameter_norm=[5, 300])),
@@ -132,6 +138,14 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
             ancestors={"tensor2[1]": ("_foreach_add", "_foreach_sqrt")},
         ),
     ),
+    (
+        "optimizer_eps_underflow",
+        lambda: optimizing(
+            aten.addcdiv_.default, half(1.0), half(0.1), half(0.0), ancestors={"tensor2": ("mul", "_foreach_maximum")}
+        ),
+    ),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(INF), t(INF))),
+    ("zero_times_inf", lambda: run_one(aten.addcdiv.default, t(1.0), t(INF), t(INF))),
     ("softmax_all_masked", lambda: rows([0.0, 1.0], [-INF, -INF])),
     ("softmax_all_masked", lambda: rows([-INF, -INF], log=True)),
     ("softmax_all_masked", lambda: hidden(rows([-INF, -INF]))),
@@ -161,8 +175,10 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("sqrt_grad_at_zero", lambda: derivative(torch.sqrt, t(0.0, 1.0, dtype=torch.complex64))),
     ("log_grad_at_zero", lambda: derivative(torch.xlogy, t(0.0), t(0.0))),
     ("log_grad_at_zero", lambda: derivative(torch.log, t(0.0), symptom=LOSS)),
+    ("log_grad_at_zero", lambda: derivative(torch.special.entr, t(0.0))),
     ("pow_grad_at_zero", lambda: derivative(lambda x: x**0.5, t(0.0))),
     ("pow_grad_at_zero", lambda: derivative(torch.pow, t(0.0), t(0.5))),
+    ("pow_grad_at_zero", lambda: derivative(lambda x: x**0.5, t(0.0, dtype=torch.complex64))),
     ("trig_grad_at_boundary", lambda: derivative(torch.acos, t(1.0, 0.5))),
     ("trig_grad_at_boundary", lambda: derivative(torch.asin, t(-1.0))),
     ("trig_grad_at_boundary", lambda: derivative(torch.acosh, t(1.0))),
@@ -192,6 +208,9 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("empty_reduction", lambda: run_one(aten.mean.default, torch.zeros(0))),
     ("empty_reduction", lambda: run_one(aten.mean.dim, torch.zeros(2, 0), [1])),
     ("empty_reduction", lambda: run_one(aten.var.correction, torch.zeros(0))),
+    ("empty_reduction", lambda: run_one(aten.segment_reduce.default, t(1.0), "mean", lengths=torch.tensor([1, 0]))),
+    ("empty_reduction", lambda: run_one(aten.segment_reduce.default, t(1.0), "max", offsets=torch.tensor([0, 0, 1]))),
+    ("empty_reduction", lambda: run_one(aten.binary_cross_entropy_with_logits.default, torch.zeros(0), torch.zeros(0))),
     ("empty_reduction", lambda: run_one(aten.mse_loss.default, torch.zeros(0), torch.zeros(0))),
     (
         "empty_reduction",
@@ -212,6 +231,8 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("log_of_zero", lambda: run_one(aten._foreach_log.default, [t(1.0), t(0.0)], output=1)),
     ("log_of_zero", lambda: run_one(aten._linalg_slogdet.default, torch.zeros(2, 2), output=1)),
     ("log_of_negative", lambda: run_one(aten.log2.default, t(-1.0))),
+    ("log_of_negative", lambda: run_one(aten.special_entr.default, t(-1.0, 1.0))),
+    ("log_of_negative", determinant_below_zero),
     ("log_of_negative", lambda: run_one(aten.log.default, half(-1.0))),
     (
         "log_of_negative",
@@ -248,6 +269,11 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
         "zero_variance",
         lambda: run_one(aten.native_group_norm.default, torch.ones(2, 4, 3), None, None, 2, 4, 3, 2, 0.0),
     ),
+    (
+        "zero_variance",
+        lambda: run_one(aten.native_layer_norm.default, torch.ones(2, 3), [3], None, None, 0.0, output=2),
+    ),
+    ("zero_variance", lambda: run_one(aten._fused_rms_norm.default, torch.zeros(2, 3), [3], None, 0.0, output=1)),
     ("zero_variance", lambda: run_one(aten._weight_norm_interface.default, torch.zeros(2, 3), torch.ones(2, 1), 0)),
     ("zero_over_zero", lambda: run_one(aten.div.Tensor, t(0.0), t(0.0))),
     ("zero_over_zero", lambda: run_one(aten.div.Tensor, t(0.0), t(0.0), ancestors={"other": ("sum",)})),
@@ -268,6 +294,10 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("zero_times_inf", lambda: run_one(aten.mul.Tensor, t(0.0), t(-INF))),
     ("zero_times_inf", lambda: run_one(aten.div.Tensor, t(INF), t(INF))),
     ("zero_times_inf", lambda: run_one(aten.mm.default, t([0.0, 1.0]), t([-INF], [1.0]))),
+    ("zero_times_inf", lambda: run_one(aten.silu.default, t(-INF, 1.0))),
+    ("zero_times_inf", lambda: run_one(aten.gelu.default, t(-INF))),
+    ("zero_times_inf", lambda: run_one(aten.binary_cross_entropy_with_logits.default, t(-INF, 0.0), t(1.0, 1.0))),
+    ("inf_minus_inf", lambda: run_one(aten.binary_cross_entropy_with_logits.default, t(-INF, 0.0), t(0.0, 1.0))),
     ("zero_times_inf", lambda: run_one(aten.mv.default, t([0.0, 1.0]), t(-INF, 1.0))),
     ("inf_minus_inf", lambda: run_one(aten.mm.default, t([1.0, 1.0], [0.0, 1.0]), t([INF], [-INF]))),
     ("inf_minus_inf", lambda: run_one(aten.sub.Tensor, t(-INF), t(-INF))),
@@ -277,14 +307,42 @@ FIRING: list[tuple[str, Callable[[], Evidence]]] = [
     ("inf_minus_inf", lambda: run_one(aten.var.correction, t(INF, 1.0))),
     ("exp_overflow", lambda: run_one(aten.exp.default, t(100.0))),
     ("exp_overflow", lambda: run_one(aten.sinh.default, t(-200.0))),
+    ("exp_overflow", lambda: run_one(aten.exp.default, t(100.0, dtype=torch.complex64))),
+    ("exp_overflow", lambda: run_one(aten.soft_margin_loss.default, t(1.0, 100.0), t(1.0, -1.0))),
     ("exp_overflow", lambda: run_one(aten.exp.default, t(1000.0, dtype=torch.float64))),
     ("grad_overflow", lambda: derivative(lambda x: x * 1e30 * 1e30, t(1e-35))),
     ("overflow", lambda: run_one(aten.mul.Tensor, t(1e30), t(1e30))),
     ("overflow", lambda: run_one(aten.mm.default, t([1e30, 1e30]), t([1e30], [-1e30]))),
     ("overflow", lambda: run_one(aten.div.Tensor, t(1.0), t(1e-42))),
+    ("overflow", lambda: run_one(aten._fft_r2c.default, torch.full((4,), 3e38), [0], 0, True)),
+    ("overflow", lambda: run_one(aten.abs.default, t(3e38 + 3e38j, dtype=torch.complex64))),
     ("overflow", lambda: run_one(aten.mul.Tensor, t(1e200, dtype=torch.float64), t(1e200, dtype=torch.float64))),
     ("overflow", lambda: run_one(aten.add.Tensor, t(-3.3e38, dtype=torch.bfloat16), t(-3e38, dtype=torch.bfloat16))),
-    ("unclassified", lambda: run_one(aten.lgamma.default, t(0.0))),
+    ("function_pole", lambda: run_one(aten.lgamma.default, t(0.0, 1.0))),
+    ("function_pole", lambda: run_one(aten.lgamma.default, t(-3.0))),
+    ("function_pole", lambda: run_one(aten.digamma.default, half(0.0))),
+    ("function_pole", lambda: run_one(aten.special_modified_bessel_k0.default, t(0.0))),
+    ("log_of_zero", lambda: run_one(aten.logit.default, t(0.0), 0.0)),
+    ("zero_over_zero", lambda: run_one(aten.remainder.Scalar, half(0.0), 1e-30)),
+    ("overflow", lambda: run_one(aten.pow.Tensor_Scalar, t(2.0), 1e6)),
+    ("overflow", lambda: run_one(aten.i0.default, t(7e4))),
+    ("function_pole", lambda: run_one(aten.polygamma.default, 1, t(0.0))),
+    ("singular_matrix", lambda: run_one(aten.linalg_inv_ex.default, torch.ones(2, 2))),
+    ("singular_matrix", lambda: run_one(aten._linalg_solve_ex.default, torch.zeros(2, 2), torch.ones(2))),
+    (
+        "singular_matrix",
+        lambda: run_one(aten.linalg_solve_triangular.default, t([1.0, 0.0], [1.0, 0.0]), ONES, upper=False),
+    ),
+    (
+        "singular_matrix",
+        lambda: run_one(aten.linalg_solve_triangular.default, torch.eye(2)[None] * t(1.0, 0.0), ONES, upper=True),
+    ),
+    ("singular_matrix", lambda: derivative(lambda x: torch.linalg.qr(x)[0], torch.ones(3, 2))),
+    ("singular_matrix", lambda: derivative(lambda x: torch.linalg.cholesky_ex(x)[0], torch.ones(2, 2))),
+    ("nonfinite_constant", lambda: run_one(aten.masked_fill.Scalar, t(1.0, 2.0), torch.tensor([True, False]), NAN)),
+    ("nonfinite_constant", lambda: run_one(aten.mul.Tensor, t(1.0), NAN)),
+    ("nonfinite_constant", lambda: run_one(aten.clamp.default, t(1.0), NAN)),
+    ("unclassified", lambda: run_one(aten.igamma.default, t(1.0), t(-1.0))),
 ]
 """Evidence, and the entry that is to be found first."""
 
@@ -304,6 +362,9 @@ SILENT: list[tuple[str, Callable[[], Evidence]]] = [
     ("learning_rate_nonfinite", lambda: run_one(aten.mul.Tensor, t(1.0), torch.tensor(NAN))),
     ("learning_rate_nonfinite", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(1.0), t(0.0), value=1e-3)),
     ("optimizer_eps_underflow", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(1.0), t(0.0))),
+    ("gradient_nonfinite_applied", lambda: run_one(aten.addcdiv.default, t(1.0), t(INF), t(INF))),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.addcdiv_.default, t(1.0), t(0.0), t(0.0))),
+    ("gradient_nonfinite_applied", lambda: optimizing(aten.add_.Tensor, t(1.0), t(0.0), alpha=INF)),
     ("softmax_all_masked", lambda: rows([-INF, INF])),
     ("softmax_all_masked", lambda: rows([-INF, NAN])),
     ("softmax_all_masked", lambda: rows([-INF, 0.0], blame_all=True)),
@@ -361,6 +422,19 @@ SILENT: list[tuple[str, Callable[[], Evidence]]] = [
     ("zero_times_inf", lambda: run_one(aten.mm.default, t([0.0, 1.0]), t([NAN], [1.0]))),
     ("inf_minus_inf", lambda: run_one(aten.add.Tensor, t(INF), t(INF))),
     ("inf_minus_inf", lambda: run_one(aten.sum.default, t(NAN, 1.0))),
+    ("function_pole", lambda: run_one(aten.lgamma.default, t(-0.5, 1e-30), blame_all=True)),
+    ("function_pole", lambda: run_one(aten.lgamma.default, t(3e38))),
+    ("singular_matrix", lambda: run_one(aten.linalg_inv_ex.default, 1e-6 * torch.eye(2), blame_all=True)),
+    ("singular_matrix", lambda: run_one(aten.linalg_inv_ex.default, t([NAN, 0.0], [0.0, 1.0]), blame_all=True)),
+    (
+        "singular_matrix",  # the singular matrix of the batch is another one than the blamed one
+        lambda: run_one(aten.linalg_inv_ex.default, torch.stack([torch.zeros(2, 2), torch.full((2, 2), NAN)])),
+    ),
+    (
+        "nonfinite_constant",
+        lambda: run_one(aten.masked_fill.Scalar, t(1.0), torch.tensor([True]), 1e30, blame_all=True),
+    ),
+    ("nonfinite_constant", lambda: run_one(aten.clamp.default, t(1.0), -INF, blame_all=True)),
     ("exp_overflow", lambda: run_one(aten.exp.default, t(88.0), blame_all=True)),
     ("exp_overflow", lambda: run_one(aten.exp.default, t(INF))),
     ("grad_overflow", lambda: run_one(aten.mul.Tensor, t(1e30), t(1e30))),

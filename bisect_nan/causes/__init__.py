@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
+
+import torch
 
 from bisect_nan.causes import (
+    applied,
     degenerate,
     derivatives,
     division,
     domain,
+    exponentials,
     infinities,
+    inverse,
     masking,
     optimizer,
+    quotients,
     ranges,
     reductions,
+    special,
     state,
     unclassified,
 )
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Call, Evidence
+from bisect_nan.causes.extent import extent, isolated
+from bisect_nan.causes.fused import inner_step
 from bisect_nan.errors import BisectNanError
+from bisect_nan.finding import Phase, Symptom
 
-__all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find"]
+__all__ = ["CAUSES", "Call", "Cause", "Evidence", "Match", "UnknownCause", "diagnose", "explain", "find", "of_state"]
 
 CAUSES: tuple[Cause, ...] = (
     state.INPUT_NONFINITE,
@@ -29,6 +40,7 @@ CAUSES: tuple[Cause, ...] = (
     state.BUFFER_NONFINITE,
     state.UNINITIALIZED_MEMORY,
     optimizer.LEARNING_RATE_NONFINITE,
+    applied.GRADIENT_NONFINITE_APPLIED,
     optimizer.OPTIMIZER_EPS_UNDERFLOW,
     masking.SOFTMAX_ALL_MASKED,
     # Overflows of all kinds are only where it shows when the weights have grown without limit.
@@ -46,7 +58,7 @@ CAUSES: tuple[Cause, ...] = (
     degenerate.DEGENERATE_SPECTRUM_GRAD,
     degenerate.LOGSUMEXP_GRAD_ALL_NEGINF,
     masking.WHERE_MASKED_GRADIENT,
-    division.DIVISION_GRAD,
+    quotients.DIVISION_GRAD,
     # What the operands say, the special before the general.
     reductions.LOSS_TARGET_INVALID,
     reductions.EMPTY_REDUCTION,
@@ -55,18 +67,23 @@ CAUSES: tuple[Cause, ...] = (
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,
     domain.POW_DOMAIN,
-    domain.TRIG_DOMAIN,
+    inverse.TRIG_DOMAIN,
+    special.FUNCTION_POLE,
+    special.SINGULAR_MATRIX,
     division.ZERO_VARIANCE,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
     infinities.ZERO_TIMES_INF,
     infinities.INF_MINUS_INF,
-    ranges.EXP_OVERFLOW,
+    state.NONFINITE_CONSTANT,
+    exponentials.EXP_OVERFLOW,
     ranges.GRAD_OVERFLOW,
     ranges.OVERFLOW,
     unclassified.UNCLASSIFIED,
 )
 """Every entry, in the order in which they are asked."""
+
+_REPLACE = "; single bad values may be replaced in the loader (`torch.nan_to_num`) where a neutral number exists"
 
 _BY_NAME = {cause.name: cause for cause in CAUSES}
 
@@ -102,12 +119,29 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if match is not None:
-            return cause, match
+            return cause, replace(match, notes=(*match.notes, *inner_step(evidence), *extent(evidence.mask)))
     return unclassified.UNCLASSIFIED, Match(0.1)
 
 
+def of_state(phase: Phase, name: str, symptom: Symptom, mask: torch.Tensor) -> tuple[Cause, Match]:
+    """Return the entry for a parameter, a buffer, a gradient or a part of the batch that is bad before anything runs.
+
+    Args:
+        phase: What it is.
+        name: What it is called; the gradients that an update starts with are `gradient of layers.0.weight`.
+        symptom: Where the failure shows.
+        mask: bool: its bad elements.
+    """
+    kinds = {Phase.PARAMETER: state.PARAMETER_NONFINITE, Phase.BUFFER: state.BUFFER_NONFINITE}
+    cause = kinds.get(phase, state.INPUT_NONFINITE)
+    if cause is state.INPUT_NONFINITE and symptom.kind != "loss" and name.startswith("gradient of "):
+        return applied.GRADIENT_NONFINITE_APPLIED, Match(1.0, extent(mask))
+    replaceable = cause is state.INPUT_NONFINITE and isolated(mask)
+    return cause, Match(1.0, extent(mask), cause.help + _REPLACE if replaceable else "")
+
+
 def explain(name: str) -> str:
-    """Return an entry as Markdown: what happens, an example, the same look without the fault, what to change, references.
+    """Return an entry as Markdown: what happens, where, an example, what to change, the same look without the fault, references.
 
     Raises:
         UnknownCause: There is no such entry.
@@ -118,8 +152,10 @@ def explain(name: str) -> str:
         f"# {cause.name}",
         f"{summary[0].upper()}{summary[1:]}.",
         cause.explanation,
+        f"Where it is met: {cause.practice}",
         f"Example:\n\n```python\n{cause.example.strip()}\n```",
         f"What to change: {cause.help}.",
+        f"The example after the change:\n\n```python\n{cause.repaired.strip()}\n```",
         f"The same look without the fault:\n\n```python\n{cause.near_miss.strip()}\n```",
     ]
     if cause.references:

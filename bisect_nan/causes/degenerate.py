@@ -6,10 +6,12 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
-from bisect_nan.causes.evidence import Evidence
+from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.operands import enough, numbers, ops, show, where, written_by
 
-_NORMS = ops("linalg_vector_norm norm cdist _cdist_forward _euclidean_dist linalg_matrix_norm _weight_norm_interface")
+_NORMS = ops(
+    "linalg_vector_norm norm cdist _cdist_forward _euclidean_dist linalg_matrix_norm _weight_norm_interface hypot"
+)
 _NORM_NODES = ("LinalgVectorNormBackward", "NormBackward", "CdistBackward", "EuclideanDistBackward")
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 _SPREAD_NODES = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward")
@@ -31,7 +33,22 @@ def _measures_zero(evidence: Evidence, names: frozenset[str], nodes: tuple[str, 
         measured = forward.arguments.get("other")
     else:
         return False
-    return isinstance(measured, torch.Tensor) and bool((measured == 0).any())
+    if not isinstance(measured, torch.Tensor):
+        return False
+    zero = _spread_back(measured == 0, forward, evidence.mask.shape)
+    return bool((measured == 0).any()) if zero is None else enough(zero[evidence.mask])
+
+
+def _spread_back(reduced: torch.Tensor, forward: Call, shape: torch.Size) -> torch.Tensor | None:
+    """Spread what a reduction gave over the elements that it was made of; None where the shapes do not tell how."""
+    dims = forward.arguments.get("dim")
+    if reduced.ndim < len(shape) and isinstance(dims, list | tuple | int):
+        for dim in sorted(d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)):
+            reduced = reduced.unsqueeze(dim)
+    try:
+        return reduced.expand(shape)
+    except RuntimeError:
+        return None
 
 
 def _norm_at_zero(evidence: Evidence) -> Match | None:
@@ -57,14 +74,22 @@ def _equal_spectrum(evidence: Evidence) -> Match | None:
     values = values.real if values.is_complex() else values
     ordered = values.sort(-1).values
     scale = ordered.abs().amax(-1, keepdim=True)
-    close = ordered.diff(dim=-1) <= 4 * torch.finfo(spectrum.dtype).eps * scale
+    blamed = _matrices(evidence.mask, values.shape[:-1])
+    close = (ordered.diff(dim=-1) <= 4 * torch.finfo(spectrum.dtype).eps * scale) & blamed
     word = "singular values" if forward.op == "_linalg_svd" else "eigenvalues"
     if close.any():
         value = show(ordered[..., 1:][close][0])
         return Match(0.95, (f"{int(close.sum())} neighbouring pairs of {word} are equal, the first pair at {value}",))
-    if word == "singular values" and bool((ordered == 0).any()):
-        return Match(0.9, (f"{int((ordered == 0).sum())} {word} are exactly 0",))
+    zero = (ordered == 0) & blamed
+    if word == "singular values" and bool(zero.any()):
+        return Match(0.9, (f"{int(zero.sum())} {word} are exactly 0",))
     return None
+
+
+def _matrices(mask: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+    """Which matrices of a batch hold blamed elements, as a column of bools; all of them where the shapes do not tell."""
+    rows = mask.cpu().reshape(*batch, -1).any(-1) if mask.shape[: len(batch)] == batch else torch.ones(batch).bool()
+    return rows.unsqueeze(-1)
 
 
 def _log_sum_of_nothing(evidence: Evidence) -> Match | None:
@@ -74,8 +99,12 @@ def _log_sum_of_nothing(evidence: Evidence) -> Match | None:
     value = forward.outputs[0]
     if value is None or not finite.has([value], finite.NonFinite.NEG_INF):
         return None
-    empty = int(finite.mask(value, finite.NonFinite.NEG_INF).sum())
-    note = f"{empty} of {value.numel()} rows hold only -inf: their log-sum is -inf and the derivative exp(-inf - -inf)"
+    empty = finite.mask(value, finite.NonFinite.NEG_INF)
+    rows = _spread_back(empty, forward, evidence.mask.shape)
+    if rows is not None and not enough(rows[evidence.mask]):
+        return None
+    count = f"{int(empty.sum())} of {value.numel()} rows hold only -inf"
+    note = f"{count}: their log-sum is -inf and the derivative exp(-inf - -inf)"
     return Match(0.96, (note, *written_by(evidence)))
 
 
@@ -86,6 +115,15 @@ def fails():
     x = torch.zeros(3, requires_grad=True)
     (slope,) = torch.autograd.grad(torch.linalg.vector_norm(x), x, create_graph=True)
     return (slope.norm() - 1.0) ** 2  # a gradient penalty differentiates the norm twice
+"""
+
+_NORM_REPAIRED = """\
+import torch
+
+def repaired():
+    x = torch.zeros(3, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.sqrt(x.square().sum() + 1e-12), x, create_graph=True)
+    return ((slope.square().sum() + 1e-12).sqrt() - 1.0) ** 2
 """
 
 _NORM_NEAR_MISS = """\
@@ -106,7 +144,11 @@ A norm has a kink at 0: its derivative is x / |x| = 0 / 0. torch sets the first 
 derivative (a gradient penalty, forces inside a loss) divides by the norm again, and a norm written by hand has no such
 protection.""",
     example=_NORM_EXAMPLE,
+    repaired=_NORM_REPAIRED,
     near_miss=_NORM_NEAR_MISS,
+    practice="""\
+Gradient penalties of adversarial networks, forces as derivatives of an energy of distances, and eikonal losses of
+signed distance fields.""",
     help=(
         "keep the vector away from 0: `sqrt(x.square().sum() + eps)`, or leave out the rows that are 0 before taking "
         "the norm"
@@ -120,6 +162,15 @@ import torch
 def fails():
     x, gain = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
     (slope,) = torch.autograd.grad((gain * x.std()).sum(), x, create_graph=True)
+    return slope.sum()
+"""
+
+_STD_REPAIRED = """\
+import torch
+
+def repaired():
+    x, gain = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
+    (slope,) = torch.autograd.grad((gain * (x.var() + 1e-6).sqrt()).sum(), x, create_graph=True)
     return slope.sum()
 """
 
@@ -140,9 +191,13 @@ STD_GRAD_AT_ZERO = Cause(
 A standard deviation is the root of a variance, and the root has an infinite derivative at 0. torch sets the first
 derivative of `std` to 0 there; the second derivative, and `var(...).sqrt()` written by hand, are not protected.""",
     example=_STD_EXAMPLE,
+    repaired=_STD_REPAIRED,
     near_miss=_STD_NEAR_MISS,
+    practice="""\
+Regularisers that keep a spread up (variance terms of self-supervised losses, minibatch deviations of adversarial
+networks) under a second derivative.""",
     help="add eps to the variance before taking the root: `(x.var() + eps).sqrt()`",
-    references=(),
+    references=("pytorch/pytorch#4320",),
 )
 
 _SPECTRUM_EXAMPLE = """\
@@ -154,13 +209,22 @@ def fails():
     return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
 """
 
+_SPECTRUM_REPAIRED = """\
+import torch
+
+def repaired():
+    covariance = torch.eye(3, requires_grad=True)
+    apart = torch.diag(torch.tensor([0.0, 1e-3, 2e-3]))
+    values, vectors = torch.linalg.eigh(covariance + apart)
+    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+"""
+
 _SPECTRUM_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    covariance = torch.diag(torch.tensor([1.0, 2.0, 3.0])).requires_grad_()
-    values, vectors = torch.linalg.eigh(covariance)
-    return (vectors @ torch.diag(values.rsqrt()) @ vectors.mT)[0].sum()
+    covariance = torch.eye(3, requires_grad=True)
+    return torch.linalg.eigvalsh(covariance).rsqrt().sum()  # equal values are harmless without their vectors
 """
 
 DEGENERATE_SPECTRUM_GRAD = Cause(
@@ -172,7 +236,11 @@ The derivative of eigenvectors holds 1 / (w_i - w_j) for every pair. Equal value
 not unique there. A covariance that is a multiple of the identity, a matrix whose rank is lower by two or more, a
 dropped group of channels.""",
     example=_SPECTRUM_EXAMPLE,
+    repaired=_SPECTRUM_REPAIRED,
     near_miss=_SPECTRUM_NEAR_MISS,
+    practice="""\
+Whitening and decorrelated batch norms at initialisation, procrustes alignment of symmetric point sets, and covariance
+pooling with fewer samples than channels.""",
     help=(
         "break the tie with small distinct numbers on the diagonal, use only the eigenvalues, or compute the inverse "
         "root iteratively"
@@ -188,6 +256,16 @@ def fails():
     nothing = torch.tensor([[False], [True]])
     total = torch.logsumexp(scores + torch.zeros(2, 1).masked_fill(nothing, float("-inf")), -1)
     return torch.where(nothing[:, 0], torch.zeros(2), total).sum()
+"""
+
+_LOG_SUM_REPAIRED = """\
+import torch
+
+def repaired():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    nothing = torch.tensor([[False], [True]])
+    filled = scores.masked_fill(nothing, 0.0)  # a finite number in the rows that are dropped below
+    return torch.where(nothing[:, 0], torch.zeros(2), torch.logsumexp(filled, -1)).sum()
 """
 
 _LOG_SUM_NEAR_MISS = """\
@@ -208,7 +286,11 @@ The log-sum of nothing is log(0) = -inf, which is right and may be dropped later
 logsumexp(x)) = exp(-inf - -inf) = nan. Dynamic programs over masked lattices and partition functions of empty sets meet
 it.""",
     example=_LOG_SUM_EXAMPLE,
+    repaired=_LOG_SUM_REPAIRED,
     near_miss=_LOG_SUM_NEAR_MISS,
+    practice="""\
+Forward algorithms over lattices with unreachable states (CTC, conditional random fields, hidden Markov models) that
+use -inf as the logarithm of 0, and contrastive losses whose set of negatives is empty.""",
     help="fill rows without any entry with a finite number before the log-sum and select afterwards",
-    references=(),
+    references=("pytorch/pytorch#31829", "pytorch/pytorch#49724"),
 )

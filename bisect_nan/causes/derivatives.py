@@ -90,6 +90,14 @@ def fails():
     return torch.sqrt(((a - a.detach()) ** 2).sum(-1)).sum()  # a distance of 0
 """
 
+_SQRT_REPAIRED = """\
+import torch
+
+def repaired():
+    a = torch.ones(2, 3, requires_grad=True)
+    return torch.sqrt(((a - a.detach()) ** 2).sum(-1) + 1e-12).sum()
+"""
+
 _SQRT_NEAR_MISS = """\
 import torch
 
@@ -107,7 +115,11 @@ sqrt(0) = 0 is fine, its derivative 1 / (2 sqrt(0)) = inf. One multiplication la
 under the root or of a mask, it is nan. Distances of identical points, magnitudes of silent frames and sines at an angle
 of 0 sit exactly there. `torch.linalg.vector_norm` has the gradient 0 at 0; a root written by hand has not.""",
     example=_SQRT_EXAMPLE,
+    repaired=_SQRT_REPAIRED,
     near_miss=_SQRT_NEAR_MISS,
+    practice="""\
+Pairwise distances with the diagonal of zeros, contrastive losses on duplicates, spectral magnitudes of silence, and
+quaternions of the identity.""",
     help=(
         "add a small constant under the root (`sqrt(x + eps)`, `x.clamp_min(eps).sqrt()`), or use "
         "`torch.linalg.vector_norm`"
@@ -130,14 +142,23 @@ def fails():
     return torch.nn.functional.kl_div(logp, target, reduction="sum")
 """
 
-_LOG_NEAR_MISS = """\
+_LOG_REPAIRED = """\
 import torch
 
-def near_miss():
+def repaired():
     logits = torch.tensor([0.0, -200.0], requires_grad=True)
     target = torch.log_softmax(logits, 0)
     logp = torch.log_softmax(torch.zeros(2), 0)
     return torch.nn.functional.kl_div(logp, target, reduction="sum", log_target=True)
+"""
+
+_LOG_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    prediction = torch.zeros(2, requires_grad=True)
+    target = torch.softmax(torch.tensor([0.0, -200.0]), 0)  # takes no gradient
+    return torch.nn.functional.kl_div(torch.log_softmax(prediction, 0), target, reduction="sum")
 """
 
 LOG_GRAD_AT_ZERO = Cause(
@@ -149,7 +170,11 @@ xlogy and kl_div take 0 * log(0) as 0, so the loss is finite. The derivative of 
 by piece t / t = 0 / 0: at t = 0 it does not exist. A softmax that underflows and is used as a target that takes a
 gradient gets there.""",
     example=_LOG_EXAMPLE,
+    repaired=_LOG_REPAIRED,
     near_miss=_LOG_NEAR_MISS,
+    practice="""\
+Mutual learning and label refinement, where the target of a KL divergence takes a gradient, and entropies of attention
+weights that underflowed.""",
     help=(
         "compute with log-probabilities (`log_target=True`, `log_softmax`), clamp the probability from below, or "
         "detach the target"
@@ -165,12 +190,20 @@ def fails():
     return mean.pow(0.5).sum()
 """
 
+_POW_REPAIRED = """\
+import torch
+
+def repaired():
+    mean = torch.zeros(2, requires_grad=True)
+    return mean.clamp(min=1e-7).pow(0.5).sum()
+"""
+
 _POW_NEAR_MISS = """\
 import torch
 
 def near_miss():
     mean = torch.zeros(2, requires_grad=True)
-    return mean.clamp(min=1e-7).pow(0.5).sum()
+    return mean.pow(1.5).sum()
 """
 
 POW_GRAD_AT_ZERO = Cause(
@@ -181,7 +214,11 @@ POW_GRAD_AT_ZERO = Cause(
 x ** p has the derivative p * x ** (p - 1). For p < 1 and x = 0 that is 0 to a negative power: inf, and nan once it
 meets a 0. The gradient with respect to the exponent holds log(0).""",
     example=_POW_EXAMPLE,
+    repaired=_POW_REPAIRED,
     near_miss=_POW_NEAR_MISS,
+    practice="""\
+Generalised mean pooling with a learned exponent, power normalisation, colour and exposure losses of image enhancement
+on black pixels.""",
     help="clamp the base to a small positive number, or add it, before the power",
     references=("pyg-team/pytorch_geometric#10366", "Li-Chongyi/Zero-DCE_extension#2"),
 )
@@ -194,12 +231,20 @@ def fails():
     return torch.acos(cosine.clamp(-1.0, 1.0)).sum()
 """
 
+_TRIG_REPAIRED = """\
+import torch
+
+def repaired():
+    cosine = torch.tensor([1.0, 0.3], requires_grad=True)
+    return torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6)).sum()
+"""
+
 _TRIG_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    cosine = torch.tensor([1.0, 0.3], requires_grad=True)
-    return torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6)).sum()
+    cosine = torch.tensor([0.999, 0.3], requires_grad=True)
+    return torch.acos(cosine.clamp(-1.0, 1.0)).sum()
 """
 
 TRIG_GRAD_AT_BOUNDARY = Cause(
@@ -211,7 +256,11 @@ acos(1) = 0 is fine, its derivative -1 / sqrt(1 - 1) = -inf; asin, acosh at 1 an
 by the same root. A clamp to [-1, 1] lets exactly 1 through, together with its gradient: the identity rotation,
 identical directions, two points in one place. In float32 1 - y * y is 0 already for y within 3e-8 of 1.""",
     example=_TRIG_EXAMPLE,
+    repaired=_TRIG_REPAIRED,
     near_miss=_TRIG_NEAR_MISS,
+    practice="""\
+Angles of the identity rotation at the first step, angular losses once a sample is learned perfectly, bond angles of
+collinear atoms, and distances in hyperbolic space of a point to itself.""",
     help=(
         "clamp the argument a little inside of the domain (`clamp(-1 + eps, 1 - eps)`), or use atan2 of sine and cosine"
     ),

@@ -1,4 +1,4 @@
-"""Divisions by zero, forward and backward: what the divisor is tells a deviation from a plain number that became 0."""
+"""Divisions by zero: what the divisor is tells a deviation from a plain number that became 0."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ LENGTHS = ops(
     "linalg_vector_norm norm frobenius_norm linalg_matrix_norm cdist _cdist_forward _euclidean_dist dist hypot"
 )
 DIFFERENCES = frozenset({"sub", "rsub"})
-_DIVISIONS = frozenset({"div", "true_divide", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"})
 _SUMS = frozenset({"sum", "mean"})
 
 
 def measure(ancestors: tuple[str, ...]) -> str:
     """Name what a divisor measures: `deviation`, `norm`, or "" for any other number.
 
-    A length may be written by hand, as the root of a sum: then a root is met before the sum on the way back. A difference
-    is neither, whatever its terms are.
+    Both may be written by hand: a root is met before the sum or mean on the way back, and behind that the difference to a
+    mean where it is a deviation. A difference that nothing was summed up of is neither, whatever its terms are.
     """
     for position, op in enumerate(ancestors):
         if op in DIFFERENCES:
@@ -32,7 +31,11 @@ def measure(ancestors: tuple[str, ...]) -> str:
         if op in LENGTHS:
             return "norm"
         if op in _SUMS:
-            return "norm" if "sqrt" in ancestors[:position] else ""
+            if "sqrt" not in ancestors[:position]:
+                return ""
+            behind = ancestors[position + 1 :]
+            centred = any(op in DIFFERENCES and "mean" in behind[place:] for place, op in enumerate(behind))
+            return "deviation" if centred else "norm"
     return ""
 
 
@@ -94,32 +97,6 @@ def _something_over_nothing(evidence: Evidence) -> Match | None:
     return Match(0.95, (f"{note}; the numerator there is {first(parts.numerator, rest)}",))
 
 
-def _custom_backward(evidence: Evidence) -> bool:
-    """Whether the code of a custom autograd Function made it: torch's own nodes end with a number."""
-    name = evidence.call.autograd or ""
-    return evidence.forward is None and name.endswith("Backward")
-
-
-def _division(evidence: Evidence) -> Match | None:
-    found = zero_divided(evidence)
-    if found is not None and (evidence.forward is not None or _custom_backward(evidence)):
-        parts, both, rest = found
-        if evidence.forward is None and measure(evidence.ancestors(parts.divisor)):
-            return None
-        note = f"the derivative divides by a number that is exactly 0{where(evidence, both | rest)}"
-        return Match(0.8, (note,))
-    if evidence.forward is None or base_op(evidence.forward) not in _DIVISIONS or not evidence.kinds():
-        return None
-    parts_forward = quotient(evidence, evidence.forward)
-    if parts_forward is None:
-        return None
-    tiny = parts_forward.denominator.abs().square() < torch.finfo(evidence.result.dtype).smallest_normal
-    if not enough(tiny):
-        return None
-    note = f"the divisor is so small that its square underflows{where(evidence, tiny)}: the derivative divides by that square"
-    return Match(0.85, (note,))
-
-
 _VARIANCE_EXAMPLE = """\
 import torch
 
@@ -128,12 +105,20 @@ def fails():
     return (1.0 / channel.std()) * channel.sum()
 """
 
+_VARIANCE_REPAIRED = """\
+import torch
+
+def repaired():
+    channel = torch.full((8,), 3.0, requires_grad=True)
+    return (1.0 / (channel.std() + 1e-5)) * channel.sum()
+"""
+
 _VARIANCE_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    channel = torch.full((8,), 3.0, requires_grad=True)
-    return (1.0 / (channel.std() + 1e-5)) * channel.sum()
+    channel = torch.linspace(3.0, 3.1, 8, requires_grad=True)
+    return (1.0 / channel.std()) * channel.sum()
 """
 
 ZERO_VARIANCE = Cause(
@@ -145,7 +130,11 @@ Normalising divides by a standard deviation, a norm or a length. It is 0 when al
 channel, a silent frame, a dead feature, a weight row of zeros. Then (x - mean) / std = 0 / 0 = nan, and 1 / std = inf.
 An eps that is too small for the type (1e-8 in float16) is 0 as well.""",
     example=_VARIANCE_EXAMPLE,
+    repaired=_VARIANCE_REPAIRED,
     near_miss=_VARIANCE_NEAR_MISS,
+    practice="""\
+Silent frames in speech features, constant channels and black crops, advantages that are all the same, data-dependent
+initialisation of normalising flows, and rows of zeros under weight normalisation.""",
     help="add an eps to the divisor or put a floor under it (`clamp_min`), with a value that the type can hold",
     references=("vislearn/FrEIA#121", "huggingface/peft#2049", "philipperemy/deep-speaker#5"),
 )
@@ -159,13 +148,22 @@ def fails():
     return (loss * mask).sum() / mask.sum()
 """
 
+_BOTH_REPAIRED = """\
+import torch
+
+def repaired():
+    loss = torch.tensor([0.7, 0.2], requires_grad=True)
+    mask = torch.tensor([0.0, 0.0])
+    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+"""
+
 _BOTH_NEAR_MISS = """\
 import torch
 
 def near_miss():
     loss = torch.tensor([0.7, 0.2], requires_grad=True)
-    mask = torch.tensor([0.0, 0.0])
-    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+    mask = torch.tensor([0.0, 1.0])
+    return (loss * mask).sum() / mask.sum()
 """
 
 ZERO_OVER_ZERO = Cause(
@@ -177,12 +175,22 @@ ZERO_OVER_ZERO = Cause(
 of 0), a vector of zeros over its own norm, an overlap of two empty masks, or an eps that rounds to 0 in half precision.
 Replacing the NaN afterwards repairs the value and not the gradient: guard the divisor.""",
     example=_BOTH_EXAMPLE,
+    repaired=_BOTH_REPAIRED,
     near_miss=_BOTH_NEAR_MISS,
+    practice="""\
+Masked means over a batch without any valid element, Dice and intersection over union where neither prediction nor
+label holds the class, boxes without any area, and contrastive losses for samples without a positive.""",
     help=(
         "guard the divisor before dividing: `count.clamp(min=1)`, `norm.clamp_min(eps)`, or skip the term when there "
         "is nothing to average"
     ),
-    references=("HobbitLong/SupContrast#141", "TiankaiHang/Min-SNR-Diffusion-Training#2", "pytorch/pytorch#32137"),
+    references=(
+        "HobbitLong/SupContrast#141",
+        "TiankaiHang/Min-SNR-Diffusion-Training#2",
+        "pytorch/pytorch#32137",
+        "Project-MONAI/MONAI#120",
+        "open-mmlab/mmdetection#3394",
+    ),
 )
 
 _ZERO_EXAMPLE = """\
@@ -194,13 +202,22 @@ def fails():
     return (error / spread).mean()
 """
 
+_ZERO_REPAIRED = """\
+import torch
+
+def repaired():
+    error = torch.tensor([1.0, 2.0])
+    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))
+    return (error / (spread + 1e-6)).mean()
+"""
+
 _ZERO_NEAR_MISS = """\
 import torch
 
 def near_miss():
     error = torch.tensor([1.0, 2.0])
-    spread = torch.nn.functional.softplus(torch.tensor([-200.0, 1.0], requires_grad=True))
-    return (error / (spread + 1e-6)).mean()
+    spread = torch.nn.functional.softplus(torch.tensor([-20.0, 1.0], requires_grad=True))  # 2e-9
+    return (error / spread).mean()
 """
 
 DIVISION_BY_ZERO = Cause(
@@ -212,43 +229,14 @@ A finite number over 0 is inf; the NaN comes one operation later (inf - inf, 0 *
 predicted or measured and became exactly 0: softplus and exp underflow for very negative arguments, a clamp at 0 lets 0
 through, a Python number below the smallest float32 is 0.""",
     example=_ZERO_EXAMPLE,
+    repaired=_ZERO_REPAIRED,
     near_miss=_ZERO_NEAR_MISS,
+    practice="""\
+Predicted scales and temperatures that underflow, aspect ratios of boxes with zero height, disparity to depth, and
+inverse degrees of isolated nodes.""",
     help=(
         "put a floor under the divisor (`clamp_min(eps)`, or add eps), or divide only where it is not 0 with a safe "
         "divisor elsewhere"
     ),
-    references=("mllam/neural-lam#537", "adamsolomou/SC-DNN#1"),
-)
-
-_DIVISION_EXAMPLE = """\
-import torch
-
-def fails():
-    depth = torch.tensor([1e-30, 1.0], requires_grad=True)
-    return (torch.tensor(1e-15) / depth).sum()  # the value is 1e15, the derivative -1e45
-"""
-
-_DIVISION_NEAR_MISS = """\
-import torch
-
-def near_miss():
-    depth = torch.tensor([1e-5, 1.0], requires_grad=True)
-    return (torch.tensor(1e-15) / depth).sum()
-"""
-
-DIVISION_GRAD = Cause(
-    name="division_grad",
-    summary="the derivative of `{op}` divides by zero or by a number whose square underflows",
-    matches=_division,
-    explanation="""\
-x / y has the derivative -x / y**2 with respect to y. It leaves the range long before x / y does: for y = 1e-30 the
-square is 1e-60. Backward code written by hand divides by whatever it saved, and that may be exactly 0 where the forward
-value is fine.""",
-    example=_DIVISION_EXAMPLE,
-    near_miss=_DIVISION_NEAR_MISS,
-    help=(
-        "put a floor under the divisor in the forward pass (`clamp_min(eps)`), and under every divisor of "
-        "hand-written backward code"
-    ),
-    references=("facebookresearch/fairchem#1574", "geoopt/geoopt#121"),
+    references=("mllam/neural-lam#537", "adamsolomou/SC-DNN#1", "ultralytics/yolov5#8539"),
 )

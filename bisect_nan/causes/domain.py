@@ -1,8 +1,6 @@
-"""Arguments outside of a function's domain: logarithms, roots, powers and inverse functions."""
+"""Arguments outside of a function's domain: logarithms, roots and powers."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -18,13 +16,6 @@ _IN_LOG_FORM = {
 _DIFFERENCES = ops("sub rsub addcmul _foreach_sub _foreach_addcmul")
 _NEAR = 3
 """How many ops back a difference is still what stands under the root."""
-_DOMAINS: tuple[tuple[frozenset[str], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-    (ops("acos asin"), "[-1, 1]", lambda x: x.abs() > 1),
-    (ops("atanh erfinv special_erfinv"), "(-1, 1)", lambda x: x.abs() >= 1),
-    (ops("acosh"), "[1, inf)", lambda x: x < 1),
-    (ops("special_ndtri"), "(0, 1)", lambda x: (x <= 0) | (x >= 1)),
-    (ops("sin cos tan sinc"), "(-inf, inf)", torch.isinf),
-)
 
 
 def _log_of_zero(evidence: Evidence) -> Match | None:
@@ -61,12 +52,12 @@ def _sqrt_of_negative(evidence: Evidence) -> Match | None:
 
 
 def power(evidence: Evidence, call: Call | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return base and exponent of a real power at the blamed elements, or None when the call takes none."""
+    """Return base and exponent of a power at the blamed elements, or None when the call takes none; the exponent is real."""
     call = call or evidence.call
     if base_op(call) not in ("pow", "float_power"):
         return None
     base, exponent = aligned(evidence, "self", call), aligned(evidence, "exponent", call)
-    if base is None or exponent is None or base.is_complex() or exponent.is_complex():
+    if base is None or exponent is None or exponent.is_complex():
         return None
     return base, exponent
 
@@ -76,6 +67,8 @@ def _pow_domain(evidence: Evidence) -> Match | None:
     if found is None:
         return None
     base, exponent = found
+    if base.is_complex():  # every power of a complex number but 0 is defined
+        return None
     fractional = (base < 0) & base.isfinite() & (exponent != exponent.floor())
     pole = (base == 0) & (exponent < 0)
     if enough(fractional):
@@ -87,27 +80,6 @@ def _pow_domain(evidence: Evidence) -> Match | None:
     return None
 
 
-def outside(evidence: Evidence, call: Call | None = None) -> tuple[torch.Tensor, torch.Tensor, str] | None:
-    """Return argument, where it is outside, and the domain in words, for an inverse or periodic function."""
-    call = call or evidence.call
-    op, argument = base_op(call), aligned(evidence, "self", call)
-    if argument is None or argument.is_complex():
-        return None
-    for names, domain, is_outside in _DOMAINS:
-        if op in names:
-            return argument, is_outside(argument), domain
-    return None
-
-
-def _trig_domain(evidence: Evidence) -> Match | None:
-    found = outside(evidence)
-    if found is None or not enough(found[1]):
-        return None
-    argument, condition, domain = found
-    value = f"{argument[condition][0].item():.9g}"
-    return Match(0.97, (f"the argument is outside of {domain}{where(evidence, condition)}, where it is {value}",))
-
-
 _ZERO_EXAMPLE = """\
 import torch
 
@@ -116,12 +88,20 @@ def fails():
     return -torch.log(torch.softmax(logits, 0))[1]  # the probability underflows to 0
 """
 
+_ZERO_REPAIRED = """\
+import torch
+
+def repaired():
+    logits = torch.tensor([200.0, 0.0], requires_grad=True)
+    return -torch.log_softmax(logits, 0)[1]
+"""
+
 _ZERO_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    logits = torch.tensor([200.0, 0.0], requires_grad=True)
-    return -torch.log_softmax(logits, 0)[1]
+    logits = torch.tensor([20.0, 0.0], requires_grad=True)
+    return -torch.log(torch.softmax(logits, 0))[1]  # the probability is 2e-9
 """
 
 LOG_OF_ZERO = Cause(
@@ -133,7 +113,11 @@ log(0) = -inf, and the weight 0 that often stands before it makes it nan. The 0 
 softmax is 0 in float32 for scores about 104 below the largest, sigmoid likewise, and 1 - p is 0 once p rounds to 1. A
 guard may round away: 1e-10 + 1 - p is 1 - p. `logdet` of a singular matrix is the same fault.""",
     example=_ZERO_EXAMPLE,
+    repaired=_ZERO_REPAIRED,
     near_miss=_ZERO_NEAR_MISS,
+    practice="""\
+log(softmax(x)) and log(sigmoid(x)) written out: saturated sigmoids in word2vec and in adversarial losses, KL
+divergences of probabilities, entropies of policies that became certain, and log-likelihoods of counts.""",
     help=(
         "compute the logarithm from the logits (`log_softmax`, `logsigmoid`, a loss with logits), or clamp the "
         "argument from below"
@@ -147,6 +131,14 @@ import torch
 def fails():
     width = torch.tensor([10.0, -2.0], requires_grad=True)  # right edge left of the left edge
     return torch.log(width / 4.0).sum()
+"""
+
+_NEGATIVE_REPAIRED = """\
+import torch
+
+def repaired():
+    width = torch.tensor([10.0, -2.0], requires_grad=True)
+    return torch.log(width.clamp(min=1.0) / 4.0).sum()
 """
 
 _NEGATIVE_NEAR_MISS = """\
@@ -166,7 +158,11 @@ A negative number has no real logarithm, so the result is nan. The argument shou
 swapped edges, a log-variance where the variance was meant, a determinant that changed its sign, a probability that
 rounding pushed below 0.""",
     example=_NEGATIVE_EXAMPLE,
+    repaired=_NEGATIVE_REPAIRED,
     near_miss=_NEGATIVE_NEAR_MISS,
+    practice="""\
+Box encoders fed with boxes whose corners are swapped or that lie outside of the image, variances that a linear layer
+predicts, and densities of values outside of the support.""",
     help=(
         "find out why the argument is negative (data, or a wrong formula); clamp it from below only if rounding is "
         "the reason"
@@ -181,6 +177,15 @@ def fails():
     mean = torch.tensor(100.00001, requires_grad=True)  # of x, rounded up
     mean_of_squares = torch.tensor(10000.0)  # of x * x, rounded down
     return torch.sqrt(mean_of_squares - mean * mean)
+"""
+
+_ROOT_REPAIRED = """\
+import torch
+
+def repaired():
+    mean = torch.tensor(100.00001, requires_grad=True)
+    mean_of_squares = torch.tensor(10000.0)
+    return torch.sqrt((mean_of_squares - mean * mean).clamp(min=1e-6))
 """
 
 _ROOT_NEAR_MISS = """\
@@ -201,7 +206,11 @@ A negative number has no real root, so the result is nan. Most often it is a var
 values that hardly differ both terms agree in nearly all digits and rounding leaves a small negative number. It comes
 out right in float64, which hides the fault and does not remove it. An eps added after the root does not help.""",
     example=_ROOT_EXAMPLE,
+    repaired=_ROOT_REPAIRED,
     near_miss=_ROOT_NEAR_MISS,
+    practice="""\
+Statistics in one pass (E[x*x] - E[x]**2) in pooling and normalisation layers, squared distances as |a|**2 + |b|**2 -
+2ab, and the root of 1 - cos**2.""",
     help="clamp under the root (`clamp_min(eps)`), or compute the variance from the differences to the mean",
     references=("k2-fsa/sherpa-onnx#2844", "apache/mxnet#6235", "lucidrains/vector-quantize-pytorch#106"),
 )
@@ -214,12 +223,20 @@ def fails():
     return (contrast ** 0.3).sum()
 """
 
+_POWER_REPAIRED = """\
+import torch
+
+def repaired():
+    contrast = torch.tensor([-0.2, 0.9], requires_grad=True)
+    return (contrast.clamp(min=1e-6) ** 0.3).sum()
+"""
+
 _POWER_NEAR_MISS = """\
 import torch
 
 def near_miss():
     contrast = torch.tensor([-0.2, 0.9], requires_grad=True)
-    return (contrast.clamp(min=1e-6) ** 0.3).sum()
+    return (contrast ** 3.0).sum()  # a whole exponent takes any base
 """
 
 POW_DOMAIN = Cause(
@@ -230,41 +247,11 @@ POW_DOMAIN = Cause(
 (-0.2) ** 0.3 is not real and gives nan; 0 ** -0.5 is a division by 0 and gives inf. A guard that replaces only inf
 (degrees of isolated nodes) does not catch the NaN of a negative base.""",
     example=_POWER_EXAMPLE,
+    repaired=_POWER_REPAIRED,
     near_miss=_POWER_NEAR_MISS,
+    practice="""\
+Products of powers in multi-scale structural similarity, gamma correction of images, degrees ** -0.5 of isolated nodes
+in graph convolutions, and generalised means.""",
     help="clamp the base to a small positive number before the power, or take the power of its absolute value",
     references=("pyg-team/pytorch_geometric#61", "VainF/pytorch-msssim#7"),
-)
-
-_TRIG_EXAMPLE = """\
-import torch
-
-def fails():
-    a = torch.tensor([1.0, 1.0, 1.0001], requires_grad=True)
-    cosine = (a @ a) / 3.0
-    return torch.acos(cosine)
-"""
-
-_TRIG_NEAR_MISS = """\
-import torch
-
-def near_miss():
-    a = torch.tensor([1.0, 1.0, 1.0001], requires_grad=True)
-    cosine = (a @ a) / 3.0
-    return torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6))
-"""
-
-TRIG_DOMAIN = Cause(
-    name="trig_domain",
-    summary="the argument of `{op}` is outside of its domain",
-    matches=_trig_domain,
-    explanation="""\
-acos and asin take [-1, 1], atanh and erfinv the open interval, acosh everything from 1 on; outside they give nan (at
-the edge of an open interval inf). A cosine of two unit vectors is 1.0000001 after rounding as easily as 0.9999999. sin,
-cos and tan of an infinity are nan, too.""",
-    example=_TRIG_EXAMPLE,
-    near_miss=_TRIG_NEAR_MISS,
-    help=(
-        "clamp the argument a little inside of the domain (`clamp(-1 + eps, 1 - eps)`), or use atan2 of sine and cosine"
-    ),
-    references=(),
 )

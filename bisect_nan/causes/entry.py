@@ -34,7 +34,10 @@ class Cause:
         explanation: What happens, with the arithmetic.
         example: A short program that fails in this way: code that defines `fails() -> torch.Tensor`, a scalar that is non-finite,
             or whose `backward()` gives a leaf a non-finite gradient (for the optimizer: the sum of the updated parameter).
+        repaired: Code that defines `repaired() -> torch.Tensor`: the example after the change, as a user would write it. Its
+            value and its gradients are finite.
         near_miss: Code that defines `near_miss() -> torch.Tensor`: the same look, and neither value nor gradient is wrong.
+        practice: Where people meet it, in one or two sentences.
         help: What to change, in general.
         references: Public reports and documentation.
     """
@@ -44,6 +47,8 @@ class Cause:
     matches: Callable[[Evidence], Match | None]
     explanation: str
     example: str
+    repaired: str
     near_miss: str
+    practice: str
     help: str
     references: tuple[str, ...] = ()

@@ -68,6 +68,9 @@ class Evidence:
             where no such kernel exists.
         ancestors: Base names of the ops met on the way back from an argument (by schema name), the nearest first, through
             data movement, scaling and roots: what the operand *is* (a deviation, a norm, a count).
+        selected_by: Base names of the ops behind the condition of the `where` that takes the value up next, the nearest first;
+            none where no `where` does.
+        loss_scale: The power of two that the step multiplies its loss with at the end; 1 when it does not.
         history: Numbers of the training, the latest last, as far as they are known: `step`, `loss`, `gradient_norm`,
             `parameter_norm`. The last one belongs to the step of the call.
     """
@@ -80,6 +83,8 @@ class Evidence:
     intended: tuple[SourceLine, ...]
     recompute: Callable[[torch.dtype], tuple[torch.Tensor | None, ...] | None]
     ancestors: Callable[[str], tuple[str, ...]]
+    selected_by: Callable[[], tuple[str, ...]] = tuple
+    loss_scale: float = 1.0
     history: tuple[Mapping[str, float], ...] = ()
 
     @property

@@ -37,17 +37,18 @@ def largest(dtype: torch.dtype) -> float:
 def heal(evidence: Evidence, wider: torch.dtype) -> Healed | None:
     """Look at the blamed elements in a wider type; None when the call cannot run there or they stay non-finite."""
     dtype = evidence.result.dtype
-    if not dtype.is_floating_point or torch.finfo(dtype).bits >= torch.finfo(wider).bits:
+    if not (dtype.is_floating_point or dtype.is_complex) or torch.finfo(dtype).bits >= torch.finfo(wider).bits:
         return None
     if evidence.op in CASTS:
         values = aligned(evidence, CASTS[evidence.op])
     else:
         again = evidence.recomputed(wider)
         values = None if again is None else numbers(again)
-    if values is None or values.is_complex() or values.numel() != result(evidence).numel():
+    if values is None or values.numel() != result(evidence).numel():
         return None
     whole = values.isfinite() & ~result(evidence).isfinite()
-    beyond = whole & (values.abs() > largest(dtype) * 0.999)
+    size = values.real.abs().maximum(values.imag.abs()) if values.is_complex() else values.abs()
+    beyond = whole & (size > largest(dtype) * 0.999)
     return Healed(values, beyond, whole & ~beyond) if enough(whole) else None
 
 
@@ -76,9 +77,9 @@ def _largest_inside(evidence: Evidence) -> float:
     """A bound on what a sum of products of the inputs can reach."""
     peaks, width = [1.0], 1
     for tensor in evidence.call.tensors().values():
-        if tensor.is_floating_point() and tensor.numel():
-            values = numbers(tensor)
-            peaks.append(float(values[values.isfinite()].abs().max()) if values.isfinite().any() else 1.0)
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            values = numbers(tensor).abs()
+            peaks.append(float(values[values.isfinite()].max()) if values.isfinite().any() else 1.0)
             width = max(width, *tensor.shape, 1)
     peaks.sort()
     return peaks[-1] * max(peaks[-2], peaks[-1] if len(peaks) == 2 else 1.0) * width  # noqa: PLR2004  (one input: its square)

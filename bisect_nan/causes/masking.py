@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from bisect_nan import finite
-from bisect_nan.causes import division, domain, ranges, reductions
+from bisect_nan.causes import division, domain, exponentials, inverse, reductions, special
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
 from bisect_nan.causes.operands import enough, first_index, numbers, result, show, where, written_by
@@ -15,14 +15,19 @@ from bisect_nan.causes.operands import enough, first_index, numbers, result, sho
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "special_softmax"})
 _FORWARD_FAULTS = (
     reductions.LOSS_TARGET_INVALID,
+    reductions.EMPTY_REDUCTION,
+    reductions.DEGENERATE_DOF,
     domain.LOG_OF_ZERO,
     domain.LOG_OF_NEGATIVE,
     domain.SQRT_OF_NEGATIVE,
     domain.POW_DOMAIN,
-    domain.TRIG_DOMAIN,
+    inverse.TRIG_DOMAIN,
+    special.FUNCTION_POLE,
+    special.SINGULAR_MATRIX,
+    division.ZERO_VARIANCE,
     division.ZERO_OVER_ZERO,
     division.DIVISION_BY_ZERO,
-    ranges.EXP_OVERFLOW,
+    exponentials.EXP_OVERFLOW,
 )
 _BIASES = ("attn_mask", "attn_bias", "bias")
 
@@ -91,7 +96,9 @@ def _where_masked_gradient(evidence: Evidence) -> Match | None:
     if value is None or not enough(~value.isfinite()):
         return None
     bad = ~value.isfinite()
-    note = f"the forward value is {show(value[bad][0])}{where(evidence, bad)}, and a later selection keeps it out of the loss"
+    note = (
+        f"the forward value is {show(value[bad][0])}{where(evidence, bad)}, and what follows keeps it out of the loss"
+    )
     return Match(0.85 if evidence.hidden else 0.9, (note, *_why_bad(evidence)))
 
 
@@ -116,6 +123,17 @@ def fails():
     return weights.square().sum()
 """
 
+_ROW_REPAIRED = """\
+import torch
+
+def repaired():
+    scores = torch.zeros(2, 3, requires_grad=True)
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    padding = padding & ~padding.all(-1, keepdim=True)  # a row without any key sees them all
+    weights = torch.softmax(scores.masked_fill(padding, float("-inf")), -1)
+    return weights.square().sum()
+"""
+
 _ROW_NEAR_MISS = """\
 import torch
 
@@ -136,7 +154,11 @@ of the row. The masks are right one by one and leave nothing together: the pad p
 causal mask, a query without any key. One layer later 0 * nan carries it into the other rows. Cutting the rows off
 afterwards keeps the loss finite and not the gradient.""",
     example=_ROW_EXAMPLE,
+    repaired=_ROW_REPAIRED,
     near_miss=_ROW_NEAR_MISS,
+    practice="""\
+Left-padded prompts under a causal mask, samples that are nothing but padding, cross-attention to an empty memory,
+windows that hold no valid token, and action masks of a game state without a legal move.""",
     help=(
         "leave one finite score in every row (let such rows attend to themselves), or zero the weights of fully "
         "masked rows right after the softmax"
@@ -153,13 +175,22 @@ def fails():
     return torch.where(angle == 0, torch.ones(3), regular).sum()
 """
 
+_BRANCH_REPAIRED = """\
+import torch
+
+def repaired():
+    angle = torch.zeros(3, requires_grad=True)
+    safe = torch.where(angle == 0, torch.ones(3), angle)
+    return torch.where(angle == 0, torch.ones(3), torch.sin(safe) / safe).sum()
+"""
+
 _BRANCH_NEAR_MISS = """\
 import torch
 
 def near_miss():
     angle = torch.zeros(3, requires_grad=True)
-    safe = torch.where(angle == 0, torch.ones(3), angle)
-    return torch.where(angle == 0, torch.ones(3), torch.sin(safe) / safe).sum()
+    regular = torch.sin(angle) / (angle + 1.0)  # not selected either, and finite
+    return torch.where(angle == 0, torch.ones(3), regular).sum()
 """
 
 WHERE_MASKED_GRADIENT = Cause(
@@ -172,12 +203,17 @@ goes back into the dropped branch is 0, and autograd multiplies it by the deriva
 maximum, clamp, masked_fill, indexing and nan_to_num select in the same way. The input of f must be safe, not its
 output.""",
     example=_BRANCH_EXAMPLE,
+    repaired=_BRANCH_REPAIRED,
     near_miss=_BRANCH_NEAR_MISS,
+    practice="""\
+sin(x) / x and axis-angle rotations at the identity, contractions of unbounded scenes in radiance fields, Huber-like
+losses with a root in the branch not taken, and `nan_to_num` after the fact.""",
     help="make the argument safe before the operation: `x = torch.where(ok, x, 1)`, then compute, then select",
     references=(
         "kornia/kornia#3949",
         "SuLvXiangXin/zipnerf-pytorch#54",
         "ashawkey/torch-ngp#198",
         "gdalsanto/flamo#35",
+        "pytorch/pytorch#121416",
     ),
 )

@@ -17,13 +17,12 @@ _BATCH_NORMS = ops(
 
 
 def squared_divisor(evidence: Evidence) -> torch.Tensor | None:
-    """Return variance plus eps (or the squared length) at the blamed elements of a normalisation kernel's first output.
+    """Return variance plus eps (or the squared length) at the blamed elements of a normalisation kernel.
 
     Returns:
-        1-D float64, aligned with the blamed elements; None when the call is no such kernel.
+        1-D float64, aligned with the blamed elements of what is normalised, or of the inverse root that is saved for the
+        derivative; None when the call is no such kernel.
     """
-    if evidence.output != 0:
-        return None
     arguments = evidence.call.arguments
     if evidence.op in ("native_layer_norm", "_fused_rms_norm"):
         variance = _over_last(evidence.op, arguments)
@@ -35,7 +34,10 @@ def squared_divisor(evidence: Evidence) -> torch.Tensor | None:
         variance = _over_weight(arguments)
     else:
         return None
-    return variance.expand(evidence.mask.shape)[evidence.mask.cpu()]
+    if evidence.output == 0:
+        return variance.expand(evidence.mask.shape)[evidence.mask.cpu()]
+    saved = evidence.output == len(evidence.call.outputs) - 1 and variance.numel() == evidence.mask.numel()
+    return variance.reshape(evidence.mask.shape)[evidence.mask.cpu()] if saved else None
 
 
 def _over_last(op: str, arguments: Mapping[str, Any]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,6 +106,15 @@ def enough(condition: torch.Tensor | None) -> bool:
     return condition is not None and condition.numel() > 0 and condition.double().mean().item() >= ENOUGH
 
 
+def literals(evidence: Evidence) -> list[tuple[str, float]]:
+    """Return the Python numbers among the arguments of the call that are not finite, each with the argument's name."""
+    found = []
+    for name, value in evidence.call.arguments.items():
+        members = value if isinstance(value, list | tuple) else [value]
+        found += [(name, member) for member in members if isinstance(member, float) and not math.isfinite(member)]
+    return found
+
+
 def base_op(call: Call) -> str:
     """Return the op's name without the `_foreach_` of its list form."""
     return call.op.removeprefix("_foreach_")
@@ -131,7 +141,8 @@ def _as_computed(evidence: Evidence, denominator: torch.Tensor) -> torch.Tensor:
     dtype = evidence.result.dtype
     if denominator.is_complex() or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return denominator
-    return denominator.float().double()
+    exact = base_op(evidence.call) in ("fmod", "remainder")  # a quotient is computed in float32 for narrower types
+    return denominator.to(dtype if exact else torch.float32).double()
 
 
 def under_root(evidence: Evidence, call: Call | None = None) -> torch.Tensor | None:
@@ -145,7 +156,7 @@ def under_log(evidence: Evidence, call: Call | None = None) -> torch.Tensor | No
     """Return the number whose logarithm the call takes, or None when it takes none."""
     call = call or evidence.call
     op = base_op(call)
-    if op in ("log", "log2", "log10"):
+    if op in ("log", "log2", "log10", "special_entr"):
         return aligned(evidence, "self", call)
     if op == "log1p":
         return _plus_one(aligned(evidence, "self", call))
@@ -153,8 +164,9 @@ def under_log(evidence: Evidence, call: Call | None = None) -> torch.Tensor | No
         return aligned(evidence, "other", call)
     if op == "special_xlog1py":
         return _plus_one(aligned(evidence, "other", call))
-    if op == "logit" and call.arguments.get("eps") is None:
-        found = aligned(evidence, "self", call)
+    if op == "logit":
+        found, eps = aligned(evidence, "self", call), call.arguments.get("eps")
+        found = found if found is None or eps is None or eps < 0 else found.clamp(eps, 1 - eps)
         return None if found is None else torch.minimum(found, 1 - found)
     return _determinant(evidence, call)
 
@@ -164,10 +176,13 @@ def _plus_one(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _determinant(evidence: Evidence, call: Call) -> torch.Tensor | None:
-    """The sign of a determinant whose logarithm is taken: `logdet` writes NaN with `where` when it is negative."""
+    """The sign of a determinant whose logarithm is taken: `logdet` selects a literal NaN with `where` when it is negative."""
     if call.op == "_linalg_slogdet" and evidence.output == 1 and call.outputs[0] is not None:
         return numbers(call.outputs[0][evidence.mask])
-    if call.op == "where" and "_linalg_slogdet" in evidence.ancestors("condition"):
+    condition = evidence.ancestors("condition") if call.op == "where" else ()
+    if call.op == "scalar_tensor":
+        condition = evidence.selected_by()
+    if "_linalg_slogdet" in condition:
         return torch.full((result(evidence).numel(),), -1.0, dtype=torch.float64)
     return None
 

@@ -15,7 +15,7 @@ from bisect_nan.causes.healing import overflowed
 from bisect_nan.causes.operands import HALVES, base_op, enough, finite_inputs, ops, quotient, result, show, where
 from bisect_nan.finding import Phase
 
-_ROOT_AND_EPS = ops("add sqrt _foreach_add _foreach_sqrt")
+_ROOT_AND_EPS = ops("add sqrt maximum amax _foreach_add _foreach_sqrt _foreach_maximum")
 _GROWING = ops(
     "exp exp2 expm1 sinh cosh add sub rsub mul addcmul square sum mean prod mm bmm addmm baddbmm mv addmv dot linear convolution"
 )
@@ -111,6 +111,19 @@ def fails():
     return weight.sum()
 """
 
+_RATE_REPAIRED = """\
+import torch
+
+def repaired():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    step, warmup_steps = 0, 0
+    optimizer.param_groups[0]["lr"] = 1.0 * min(1.0, (step + 1) / max(1, warmup_steps))
+    weight.sum().backward()
+    optimizer.step()
+    return weight.sum()
+"""
+
 _RATE_NEAR_MISS = """\
 import torch
 
@@ -131,7 +144,11 @@ The learning rate (or a step size, decay or momentum made from it) is NaN or inf
 within a warm-up of 0 steps is 0 / 0, a decay over 0 steps divides by 0. One such update writes NaN into every
 parameter, because w - nan * g = nan even where g is 0.""",
     example=_RATE_EXAMPLE,
+    repaired=_RATE_REPAIRED,
     near_miss=_RATE_NEAR_MISS,
+    practice="""\
+Schedules written by hand: a warm-up or decay length that was computed from the number of batches and came out 0 for a
+small data set, and layer-wise rates that divide by a norm.""",
     help=(
         "look at the schedule: guard its divisions (zero warm-up steps, zero total steps) and assert that the rate is"
         " finite"
@@ -150,12 +167,23 @@ def fails():
     return weight.sum()
 """
 
+_EPSILON_REPAIRED = """\
+import torch
+
+def repaired():
+    master = torch.ones(3, requires_grad=True)  # the optimizer keeps float32, the computation runs in float16
+    optimizer = torch.optim.Adam([master], lr=1e-3)
+    (master.half() * 1e-6).sum().backward()
+    optimizer.step()
+    return master.sum()
+"""
+
 _EPSILON_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    weight = torch.ones(3, dtype=torch.float16, requires_grad=True)
-    optimizer = torch.optim.Adam([weight], lr=1e-3, eps=1e-4)
+    weight = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)  # has the exponent range of float32
+    optimizer = torch.optim.Adam([weight], lr=1e-3)
     (weight * 1e-6).sum().backward()
     optimizer.step()
     return weight.sum()
@@ -170,7 +198,10 @@ Adam and its kin divide by sqrt(v) + eps. The smallest positive float16 is 6.0e-
 the square of a gradient below 2.4e-4 underflows as well: sqrt(0) + 0 = 0. A gradient that is small gives x / 0 = inf,
 one that is 0 gives 0 / 0 = nan. Loss and gradients look normal; the parameters are gone after the first step.""",
     example=_EPSILON_EXAMPLE,
+    repaired=_EPSILON_REPAIRED,
     near_miss=_EPSILON_NEAR_MISS,
+    practice="""\
+`model.half()` followed by Adam with its defaults, which people try before they meet mixed precision.""",
     help="use an eps that the parameter's type can hold (1e-4 in float16), or keep float32 master weights",
     references=("pytorch/pytorch#8860", "afiaka87/glide-finetune#5"),
 )
@@ -189,16 +220,31 @@ def fails():
     return loss.detach()
 """
 
-_EXPLOSION_NEAR_MISS = """\
+_EXPLOSION_REPAIRED = """\
 import torch
 
-def near_miss():
+def repaired():
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(20):
         optimizer.zero_grad()
         loss = weight.square().sum()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_([weight], max_norm=1.0)
+        optimizer.step()
+    return loss.detach()
+"""
+
+_EXPLOSION_NEAR_MISS = """\
+import torch
+
+def near_miss():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.9)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()  # w becomes w - 1.8 w: it changes its sign at every step, and shrinks
         optimizer.step()
     return loss.detach()
 """
@@ -214,7 +260,11 @@ range of its type: an exponential, a square, or the update itself. Where it does
 before says it all. A learning rate that is too high does this, a warm-up that never ends, weight decay times learning
 rate beyond 2, gradients of a sum over time steps where a mean was meant, a second-order method without line search.""",
     example=_EXPLOSION_EXAMPLE,
+    repaired=_EXPLOSION_REPAIRED,
     near_miss=_EXPLOSION_NEAR_MISS,
+    practice="""\
+The first hundred steps of a run with a rate copied from another model, from a larger batch, or from Adam to plain
+gradient descent; reinforcement learning with rewards that were not scaled; neural differential equations.""",
     help="lower the learning rate or warm it up, and clip the norm of the gradients before the update",
     references=("pytorch/pytorch#5953", "YunYang1994/TensorFlow2.0-Examples#8", "rtqichen/torchdiffeq#58"),
 )

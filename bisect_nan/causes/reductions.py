@@ -12,12 +12,14 @@ import torch
 from bisect_nan import finite
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Evidence
-from bisect_nan.causes.operands import numbers, written_by
+from bisect_nan.causes.operands import enough, numbers, ops, written_by
 
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 _MEANS = frozenset({"mean", "median", "nanmedian"})
 _NLL = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d"})
-_PAIRED = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"})
+_PAIRED = ops(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
+)
 _CTC = frozenset({"_ctc_loss", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", "ctc_loss"})
 _MEAN_REDUCTION = 1
 
@@ -41,6 +43,8 @@ def _correction(arguments: Mapping[str, Any]) -> float:
 
 def _empty_reduction(evidence: Evidence) -> Match | None:
     arguments = evidence.call.arguments
+    if evidence.op == "segment_reduce":
+        return _empty_segment(evidence, arguments)
     values = arguments.get("self")
     if not isinstance(values, torch.Tensor) or not evidence.kinds():
         return None
@@ -53,6 +57,21 @@ def _empty_reduction(evidence: Evidence) -> Match | None:
     if evidence.op in _NLL and arguments.get("reduction") == _MEAN_REDUCTION:
         return _nothing_scored(evidence, arguments)
     return None
+
+
+def _empty_segment(evidence: Evidence, arguments: Mapping[str, Any]) -> Match | None:
+    """Segments of length 0 at the blamed elements: their mean is 0 / 0, their maximum -inf, their minimum inf."""
+    lengths, offsets = arguments.get("lengths"), arguments.get("offsets")
+    if lengths is None and isinstance(offsets, torch.Tensor):
+        lengths = offsets.diff(dim=-1)
+    if not isinstance(lengths, torch.Tensor):
+        return None
+    empty = (lengths == 0).reshape(*lengths.shape, *[1] * (evidence.mask.ndim - lengths.ndim))
+    if not enough(empty.expand(evidence.mask.shape)[evidence.mask]):
+        return None
+    place = [int(i) for i in (lengths == 0).nonzero()[0]]
+    note = f"{int((lengths == 0).sum())} of {lengths.numel()} segments hold no element, the first is {place}"
+    return Match(0.98, (f"{note}; their `{arguments['reduce']}` is asked for",))
 
 
 def _nothing_scored(evidence: Evidence, arguments: Mapping[str, Any]) -> Match | None:
@@ -162,6 +181,16 @@ def fails():
     return torch.nn.functional.cross_entropy(logits, labels)
 """
 
+_EMPTY_REPAIRED = """\
+import torch
+
+def repaired():
+    logits = torch.zeros(3, 5, requires_grad=True)
+    labels = torch.full((3,), -100)
+    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+"""
+
 _EMPTY_NEAR_MISS = """\
 import torch
 
@@ -179,9 +208,13 @@ EMPTY_REDUCTION = Cause(
 The mean of no element is 0 / 0 = nan. A selection came out empty, or every label carries the label to ignore: the
 prompt alone filled the context, the crop shows only unlabelled pixels. One such micro-batch is enough.""",
     example=_EMPTY_EXAMPLE,
+    repaired=_EMPTY_REPAIRED,
     near_miss=_EMPTY_NEAR_MISS,
+    practice="""\
+Prompts so long that no answer token is left to score, crops that hold nothing but the label to ignore (255 in
+segmentation), images without a positive proposal, and experts that no token was sent to.""",
     help="skip the term when nothing is selected, or sum and divide by the count clamped to at least 1",
-    references=("meta-llama/llama-cookbook#133", "open-mmlab/mmsegmentation#1388"),
+    references=("meta-llama/llama-cookbook#133", "open-mmlab/mmsegmentation#1388", "pytorch/pytorch#70348"),
 )
 
 _SINGLE_EXAMPLE = """\
@@ -192,12 +225,22 @@ def fails():
     return ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).sum()
 """
 
+_SINGLE_REPAIRED = """\
+import torch
+
+def repaired():
+    advantage = torch.tensor([0.7], requires_grad=True)
+    if len(advantage) > 1:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    return advantage.sum()
+"""
+
 _SINGLE_NEAR_MISS = """\
 import torch
 
 def near_miss():
-    advantage = torch.tensor([0.7], requires_grad=True)
-    return ((advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)).sum()
+    advantage = torch.tensor([0.7, 0.9], requires_grad=True)
+    return ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).sum()
 """
 
 DEGENERATE_DOF = Cause(
@@ -208,9 +251,13 @@ DEGENERATE_DOF = Cause(
 The sample deviation divides by n - 1. For one value that is 0 / 0 = nan, and an eps that is added afterwards does not
 help. It is the last minibatch of an epoch, or a dimension of size one.""",
     example=_SINGLE_EXAMPLE,
+    repaired=_SINGLE_REPAIRED,
     near_miss=_SINGLE_NEAR_MISS,
+    practice="""\
+The last minibatch of an epoch with one sample, advantages of a single step, and spreads over a dimension that happens
+to have the size one.""",
     help="skip the normalisation for a single value, drop the last incomplete batch, or use `correction=0`",
-    references=("DLR-RM/stable-baselines3#325",),
+    references=("DLR-RM/stable-baselines3#325", "pytorch/pytorch#29372"),
 )
 
 _TARGET_EXAMPLE = """\
@@ -220,6 +267,15 @@ def fails():
     logits = torch.zeros(4, 1, 3, requires_grad=True)  # four frames
     labels = torch.tensor([[1, 1, 2, 2]])  # two repeats need a blank each: six frames
     return torch.nn.functional.ctc_loss(torch.log_softmax(logits, -1), labels, [4], [4])
+"""
+
+_TARGET_REPAIRED = """\
+import torch
+
+def repaired():
+    logits = torch.zeros(4, 1, 3, requires_grad=True)
+    labels = torch.tensor([[1, 1, 2, 2]])
+    return torch.nn.functional.ctc_loss(torch.log_softmax(logits, -1), labels, [4], [4], zero_infinity=True)
 """
 
 _TARGET_NEAR_MISS = """\
@@ -240,7 +296,11 @@ Connectionist temporal classification needs a frame for each label and a blank b
 frames are left no alignment exists, its probability is 0 and the loss -log(0) = inf. A label whose class was masked
 with -inf has probability 0 as well. A binary cross entropy needs probabilities and targets within [0, 1].""",
     example=_TARGET_EXAMPLE,
+    repaired=_TARGET_REPAIRED,
     near_miss=_TARGET_NEAR_MISS,
+    practice="""\
+Speech and text recognition: transcripts longer than the frames that pooling leaves of a short recording, and words
+with doubled letters. Classification: a label whose class a mask rules out.""",
     help="drop or shorten the named samples, keep more frames (less pooling), or pass `zero_infinity=True`",
-    references=("ypwhs/captcha_break#29",),
+    references=("ypwhs/captcha_break#29", "k2-fsa/icefall#135", "pytorch/pytorch#31557"),
 )

@@ -34,16 +34,24 @@ _EXAMPLE = """\
 import torch
 
 def fails():
-    x = torch.tensor([0.0, 1.5], requires_grad=True)
-    return torch.lgamma(x).sum()  # a pole of the gamma function
+    x = torch.tensor([-1.0, 1.5], requires_grad=True)
+    return torch.special.gammainc(torch.ones(2), x.detach()).sum() + x.sum()  # defined from 0 on
+"""
+
+_REPAIRED = """\
+import torch
+
+def repaired():
+    x = torch.tensor([-1.0, 1.5], requires_grad=True)
+    return torch.special.gammainc(torch.ones(2), x.detach().clamp(min=0.0)).sum() + x.sum()
 """
 
 _NEAR_MISS = """\
 import torch
 
 def near_miss():
-    x = torch.tensor([0.5, 1.5], requires_grad=True)
-    return torch.lgamma(x).sum()
+    x = torch.tensor([1.0, 1.5], requires_grad=True)
+    return torch.special.gammainc(torch.ones(2), x.detach()).sum() + x.sum()
 """
 
 UNCLASSIFIED = Cause(
@@ -54,7 +62,10 @@ UNCLASSIFIED = Cause(
 The search found the operation and confirmed it by intervention; the catalog has no entry that explains its operands.
 The notes say what went in.""",
     example=_EXAMPLE,
+    repaired=_REPAIRED,
     near_miss=_NEAR_MISS,
+    practice="""\
+Rare functions outside of their domain, operators of other libraries, and kernels with a fault of their own.""",
     help="look at the operands in the notes; the operation is right to fail on one of them",
     references=(),
 )
