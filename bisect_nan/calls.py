@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bisect_nan.finding import Phase, SourceLine
-from bisect_nan.program import Node, Tracking
+from bisect_nan.program import Node, Tracking, tensors
 
 
 class Effects(NamedTuple):
@@ -83,3 +83,15 @@ class Call(NamedTuple):
             generator=effects.generator,
             memory=memory,
         )
+
+
+def tracking(items: list[Any]) -> tuple[Tracking, ...]:
+    """Return how autograd knows the tensors among a call's arguments; nothing when it knows none of them."""
+    known = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            known.append((Tracking.LEAF if item.is_leaf else Tracking.GRAPH) if item.requires_grad else Tracking.NO)
+        elif isinstance(item, list | tuple):
+            inner = [part for part in tensors(item) if part is not None]
+            known += tracking(inner) or [Tracking.NO] * len(inner)
+    return tuple(known) if any(known) else ()

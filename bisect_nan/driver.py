@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import networkx as nx
 import torch
@@ -31,6 +31,7 @@ from bisect_nan.intent import Intent
 from bisect_nan.program import Program
 from bisect_nan.replay import Edit, Run, own_generator
 from bisect_nan.reproduce import Pass, walk
+from bisect_nan.runner import Runner
 from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Checkpoint, Stretch
@@ -40,8 +41,6 @@ from bisect_nan.trial import Trial
 Progress = Callable[[str, int, int], None]
 """Told the stage, how far it is, and how far it goes."""
 
-_KEPT = 8
-"""Checkpoints that a search leaves: the last ones, which lie nearest to what it found."""
 
 _ATTEMPTS = 3
 """Replays before a symptom that does not show again is called not reproduced."""
@@ -235,7 +234,7 @@ class _Case:
         self, start: Checkpoint, dirty: int, kinds: NonFinite, probe_cost: float
     ) -> tuple[Outcome, list[Checkpoint]]:
         """Search between two cuts; return also the checkpoints on the way, the last one in front of what was found."""
-        runner = _Runner(self.stretch, [start], kinds)
+        runner = Runner(self.stretch, [start], kinds)
         before = self.stretch.executed
         outcome = self.method(runner, self.stretch.costs, Bracket(start.cut, dirty), probe_cost=probe_cost)
         self.executed += self.stretch.executed - before
@@ -294,31 +293,6 @@ class _Case:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._clock
         self._clock = now
-
-
-@dataclass(slots=True)
-class _Runner:
-    """What the search executes: runs from its latest checkpoint to a cut, and what the frontier gained on the way."""
-
-    stretch: Stretch
-    checkpoints: list[Checkpoint]
-    kinds: NonFinite
-    _latest: Run | None = None
-
-    def run_to(self, cut: int) -> Answer:
-        checkpoint = self.checkpoints[-1]
-        try:
-            run = Run(self.stretch, checkpoint)
-            run.advance(cut)
-        except ReplayError:
-            return Answer.UNKNOWN
-        self._latest = run
-        return Answer.NONFINITE if finite.has(run.frontier(checkpoint.cut), self.kinds) else Answer.FINITE
-
-    def keep(self, cut: int) -> None:
-        assert self._latest is not None
-        assert self._latest.cut == cut
-        self.checkpoints = [*self.checkpoints[1 - _KEPT :], self._latest.checkpoint()]
 
 
 def _innocent(program: Program, birth: Birth) -> Innocent:

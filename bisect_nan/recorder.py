@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
-from bisect_nan.calls import Call, Effects
+from bisect_nan.calls import Call, Effects, tracking
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.frontiers import Frontiers
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
-from bisect_nan.program import Program, Ref, Targets, Tracking, tensors
+from bisect_nan.program import Program, Ref, Targets, tensors
 from bisect_nan.traits import Traits
 from bisect_nan.uninitialized import Uninitialized
 from bisect_nan.values import Values, require_plain
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if self._uninitialized and not traits.view:
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
-        tracked = _tracking([*args, *kwargs.values()]) if torch.is_grad_enabled() else ()
+        tracked = tracking([*args, *kwargs.values()]) if torch.is_grad_enabled() else ()
         if tracked and self._without_graph:
             self._note_functions([*args, *kwargs.values()])
         (autograd, derived), made_for = self._running_derivative(), (_thread(), _next_sequence() - 1)
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             raise RecordingError(got, "views made by torch operations", do)
         geometry = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         number = self.values.result(tensor, len(self.calls))
-        effects = Effects(tracked=_tracking([tensor]))
+        effects = Effects(tracked=tracking([tensor]))
         self._write_down(torch.ops.aten.as_strided.default, (base, *geometry), {}, (number,), effects)
         return Ref(number)
 
@@ -310,15 +310,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             expected = "plain tensors, or wrappers with __tensor_flatten__"
             raise RecordingError(got, expected, "run the step on plain tensors")
         return NotImplemented
-
-
-def _tracking(items: list[Any]) -> tuple[Tracking, ...]:
-    """Return how autograd knows the tensors among a call's arguments; nothing when it knows none of them."""
-    known = []
-    for item in items:
-        if isinstance(item, _Tensor):
-            known.append((Tracking.LEAF if item.is_leaf else Tracking.GRAPH) if item.requires_grad else Tracking.NO)
-        elif isinstance(item, list | tuple):
-            inner = [part for part in tensors(item) if part is not None]
-            known += _tracking(inner) or [Tracking.NO] * len(inner)
-    return tuple(known) if any(known) else ()

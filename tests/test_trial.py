@@ -11,6 +11,7 @@ from kinds import KINDS, Kind, fields, gradients, infinities, prepared, structur
 from torch import nn
 
 from bisect_nan import Culprit, Snapshot, locate
+from bisect_nan.causes import CAUSES
 from bisect_nan.finding import Remedy
 from bisect_nan.remedies import BY_CAUSE, Proposal, Site
 from bisect_nan.remedies.proposal import instead
@@ -35,6 +36,11 @@ def test_every_kind_has_a_verified_remedy(case: Kind) -> None:
     torch.manual_seed(5)
     culprits = locate(Snapshot.capture(model, data, case.step)).culprits
     assert [culprit.remedy is not None and culprit.remedy.verified for culprit in culprits] == [True] * len(culprits)
+
+
+def test_every_cause_has_its_remedies() -> None:
+    """The table of remedies has one row for each entry of the catalog."""
+    assert set(BY_CAUSE) == {cause.name for cause in CAUSES}
 
 
 def test_executions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

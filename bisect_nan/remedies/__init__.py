@@ -26,7 +26,6 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     "softmax_all_masked": (masking.leave_one_score, masking.finite_mask, masking.finite_operands),
     "fp16_overflow": (precision.island, precision.whole),
     "grad_overflow_fp16": (precision.lower_scale, precision.island, precision.whole),
-    "grad_scale_overflow": (precision.lower_scale,),
     "grad_overflow": (stable.log_of_probability, *_DERIVATIVE, precision.lower_scale, *_WIDER),
     "sqrt_grad_at_zero": _DERIVATIVE,
     "log_grad_at_zero": (stable.log_of_probability, *_DERIVATIVE),
@@ -71,6 +70,9 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
         precision.clamp_operand,
         precision.whole,
     ),
+    "singular_matrix": (domain.jitter,),
+    "function_pole": (domain.clamp, domain.safe_divisor, masking.double_where),
+    "nonfinite_constant": (masking.finite_numbers, masking.finite_mask),
     "unclassified": (masking.finite_numbers, *_DERIVATIVE, *_INFINITIES, *_WIDER),
 }
 """By cause: its strategies. Whatever the cause, the samples that carry the fault can be left out."""
