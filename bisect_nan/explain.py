@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -172,8 +173,13 @@ class Examination:
         )
 
     def _rows(self, births: Sequence[Birth]) -> Rows:
-        """Return the rows of the batch that births at one place come from, those of its first turns when it is a loop."""
-        found = [self._samples.of_result(birth.node, birth.value, birth.mask) for birth in births[:_TURNS]]
+        """Return the rows of the batch that births at one place come from, those of its first turns when it is a loop.
+
+        A call that cannot be followed back costs the rows, not the answer.
+        """
+        found: list[Rows] = []
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            found += [self._samples.of_result(birth.node, birth.value, birth.mask) for birth in births[:_TURNS]]
         rows = tuple(sorted({row for own in found for row in own.rows}))
         return Rows(rows, confirmed=bool(rows) and all(own.confirmed for own in found if own.rows))
 

@@ -26,10 +26,11 @@ def depended_on(executed: Executed, number: int, mask: torch.Tensor) -> Env:
 
     Inputs whose influence cannot be followed (a call without derivative, the indices of most calls) are left out.
     """
-    seen = aligned(executed, number, {n: torch.ones_like(t, dtype=torch.bool) for n, t in executed.inputs.items()})
+    dense = {n: t for n, t in executed.inputs.items() if t.layout is torch.strided}
+    seen = aligned(executed, number, {n: torch.ones_like(t, dtype=torch.bool) for n, t in dense.items()})
     if seen is not None:
         return {n: gathered(mask & m, executed.inputs[n].shape) for n, m in seen.items()}
-    found = influence(executed, number, mask) or _derivative(executed, number, mask, counts=True)
+    found = influence(executed, number, mask) or _counted(executed, number, mask)
     if name(executed.node) == "embedding":
         indices = executed.node.args[1].value
         found[indices] = mask.any(-1)
@@ -97,11 +98,21 @@ def influences(executed: Executed, number: int, mask: torch.Tensor) -> Iterator[
         yield _derivative(executed, number, mask, nan_highest=False)
 
 
+def _counted(executed: Executed, number: int, mask: torch.Tensor) -> Env:
+    """Return the influence of integers and bools, taken for numbers; those that a call takes for indices cannot be."""
+    direct = [item.value for item in executed.node.args if isinstance(item, Ref)]
+    for counts in ([*executed.inputs], direct, direct[:1]):
+        found = _derivative(executed, number, mask, counts=counts)
+        if found:
+            return found
+    return {}
+
+
 def _derivative(
-    executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool = True, counts: bool = False
+    executed: Executed, number: int, mask: torch.Tensor, *, nan_highest: bool = True, counts: Sequence[int] = ()
 ) -> Env:
-    """Return the input elements with a nonzero derivative; with `counts`, integers and bools are taken for numbers, too."""
-    inputs = {n: t for n, t in executed.inputs.items() if (counts or is_number(t)) and t.layout is torch.strided}
+    """Return the input elements with a nonzero derivative; the inputs `counts` are taken for numbers whatever their type."""
+    inputs = {n: t for n, t in executed.inputs.items() if (n in counts or is_number(t)) and t.layout is torch.strided}
     leaves = {n: ordered(t, nan_highest=nan_highest).requires_grad_() for n, t in inputs.items()}
     try:
         with torch.enable_grad():
@@ -117,8 +128,8 @@ def _derivative(
             gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
                 folded, list(leaves.values()), allow_unused=True
             )
-    except (RuntimeError, NotImplementedError):
-        return {}  # no derivative
+    except (RuntimeError, NotImplementedError, IndexError, TypeError):
+        return {}  # no derivative, or an index that is no integer any more
     return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}
 
 

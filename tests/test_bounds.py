@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_programs import RandomProgram, programs
+from random_programs import Plan, RandomProgram, programs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,7 +67,7 @@ def test_what_is_left_out_is_finite(dtype: torch.dtype, left: float, right: floa
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
-@given(programs(most=2, length=12, backward=True))
+@given(programs(Plan(most=2, length=12, backward=True)))
 def test_steps_come_out_the_same(program: RandomProgram) -> None:
     """What is not left out holds the same values, bit for bit."""
     model, batch = program.build()

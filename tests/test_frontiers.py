@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from random_programs import RandomProgram, programs
+from random_programs import Plan, RandomProgram, programs
 from torch import nn
 
 from bisect_nan import Finding, Snapshot, Verdict, finite, frontiers, locate
@@ -38,14 +38,14 @@ def said(finding: Finding) -> dict[str, Any]:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-@given(programs(most=4, length=14, least=1, backward=True, state=True))
+@given(programs(Plan(most=4, length=14, least=1, backward=True, state=True)))
 def test_the_same_is_found(program: RandomProgram) -> None:
     """With and without frontiers the finding is the same, in every word."""
     assert said(locate(captured(program))) == said(locate(captured(program, kept=False)))
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-@given(programs(most=3, length=14, least=1, backward=True))
+@given(programs(Plan(most=3, length=14, least=1, backward=True)))
 def test_a_frontier_holds_what_a_replay_has_there(program: RandomProgram) -> None:
     """Every value of every frontier is that of a run from the start, bit for bit, and no run changes it."""
     snapshot = captured(program)

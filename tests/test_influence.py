@@ -52,6 +52,34 @@ def test_sources(function: Callable[..., torch.Tensor], op: str, place: int, exp
     assert sources(function, op, place, X) == expected
 
 
+COUNTS = torch.tensor([3, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "place", "expected"),
+    [
+        (lambda n: n[torch.tensor([2, 0])], "index", 0, [[2], None]),
+        (lambda n: n[n > 0], "index", 1, [[2], None]),
+        (lambda n: n.index_put((torch.tensor([1]),), torch.tensor(5)), "index_put", 2, [[2], None, []]),
+        (lambda n: n.gather(0, torch.tensor([2, 2])), "gather", 1, [[2], None]),
+        (lambda n: n.sum(), "sum", 0, [[0, 1, 2]]),
+    ],
+    ids=["indices", "mask", "index_put", "gather", "sum"],
+)
+def test_counts_are_followed_and_indices_are_not(
+    function: Callable[..., torch.Tensor], op: str, place: int, expected: list[list[int] | None]
+) -> None:
+    """Integers are taken for numbers, but not where they say which elements are meant."""
+    assert sources(function, op, place, COUNTS) == expected
+
+
+def test_sparse_operands_are_left_out() -> None:
+    """A product with a sparse matrix in coordinates can be asked, too."""
+    matrix = torch.eye(3).to_sparse()
+    executed, number = call(torch.sparse.mm, matrix, X, op="_sparse_addmm")
+    assert isinstance(depended_on(executed, number, torch.ones(3, 4, dtype=torch.bool)), dict)
+
+
 @settings(max_examples=40, derandomize=True)
 @given(st.integers(0, 7), st.sampled_from(["mm", "cumsum", "conv", "sort", "norm", "gather", "logsumexp"]))
 def test_changing_a_source_changes_the_result(place: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from bisect_nan.remedies import data, domain, masking, precision, reductions, stable, updates
@@ -79,6 +80,10 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
 
 
 def proposals(site: Site) -> Iterator[Proposal]:
-    """Yield the changes that fit a culprit, the smallest first."""
+    """Yield the changes that fit a culprit, the smallest first.
+
+    A tensor that a strategy cannot read (a sparse layout, a type without comparison) costs that strategy, not the others.
+    """
     for strategy in (*BY_CAUSE.get(site.culprit.cause, ()), data.skip_samples):
-        yield from strategy(site)
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            yield from strategy(site)
