@@ -34,6 +34,7 @@ from bisect_nan.reproduce import Pass, walk
 from bisect_nan.runner import Runner
 from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.stability import doubts
 from bisect_nan.stretch import Checkpoint, Stretch
 from bisect_nan.trace import Birth, Origin, Trail, execute, of
 from bisect_nan.trial import Trial
@@ -98,9 +99,11 @@ class _Case:
         self.probes = self.executed = self.replays = 0
         self.cuts: list[tuple[int, str]] = []
         self.suspects: list[Birth] = []
+        self.notes: list[str] = []
 
     def finding(self) -> Finding:
         if not self.targets:  # the recording came out clean, unlike the step that it repeats
+            self.notes = doubts(self.stretch, self.start, 0, 1, compiled=self.snapshot.environment.compiled)
             return self._answer(Verdict.NOT_REPRODUCED, [], [], None)
         reproduced, verdict = self._reproduce()
         if reproduced is None:
@@ -124,6 +127,8 @@ class _Case:
                 shown += 1
                 if attempt == 1:
                     break
+        if attempt > 1:
+            self.notes = doubts(self.stretch, self.start, shown, attempt, compiled=self.snapshot.environment.compiled)
         self._stop("replay")
         if shown == 0:
             return None, Verdict.NOT_REPRODUCED
@@ -281,6 +286,7 @@ class _Case:
             search=cost,
             environment=self.snapshot.differences(),
             loss=self.snapshot.loss,
+            notes=tuple(self.notes),
         )
 
     def _acquitted(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> list[Birth]:

@@ -36,6 +36,7 @@ class Environment:
         default_dtype: What floating-point tensors are made as (`float32`).
         flush_denormal: Whether the calling thread flushes denormal numbers to zero.
         mkldnn: Whether oneDNN kernels are used.
+        compiled: Whether the model runs under `torch.compile`; it was recorded eagerly.
     """
 
     torch_version: str
@@ -48,13 +49,15 @@ class Environment:
     default_dtype: str
     flush_denormal: bool
     mkldnn: bool
+    compiled: bool = False
 
     @classmethod
-    def here(cls, devices: Iterable[torch.device] = ()) -> Self:
+    def here(cls, devices: Iterable[torch.device] = (), *, compiled: bool = False) -> Self:
         """Describe this process.
 
         Args:
             devices: Those that the program uses.
+            compiled: Whether the model runs under `torch.compile`.
         """
         smallest = torch.tensor(torch.finfo(torch.float64).tiny, dtype=torch.float64)
         return cls(
@@ -68,12 +71,15 @@ class Environment:
             default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
             flush_denormal=bool(smallest / 2 == 0),
             mkldnn=bool(torch.backends.mkldnn.enabled),
+            compiled=compiled,
         )
 
     def differences(self, other: Environment) -> tuple[str, ...]:
         """Return what differs between this environment, where a step was recorded, and another one, each as a sentence."""
         found = []
         for field in fields(self):
+            if field.name not in _SENTENCES:
+                continue
             there, here = getattr(self, field.name), getattr(other, field.name)
             if there != here:
                 found.append(_SENTENCES[field.name].format(there=_words(there), here=_words(here)))
@@ -115,7 +121,7 @@ class Environment:
             SnapshotError: A field is missing, unknown or of the wrong type.
         """
         data = json_fields(data, "environment", [field.name for field in fields(cls)])
-        for key in ("deterministic", "flush_denormal", "mkldnn"):
+        for key in ("deterministic", "flush_denormal", "mkldnn", "compiled"):
             if not isinstance(data[key], bool):
                 raise wrong(f"environment, {key}", data[key], "true or false")
         for key in ("torch_version", "machine", "capability"):

@@ -216,6 +216,7 @@ class Finding:
         innocents: Non-finite values that were looked at and acquitted.
         search: What the answer cost.
         environment: What differs between the recording and this machine; empty when nothing does.
+        notes: What was seen where nothing is blamed, each a sentence without a full stop.
         loss: The loss of the step as recorded.
     """
 
@@ -226,6 +227,7 @@ class Finding:
     search: SearchCost = field(default_factory=SearchCost)
     environment: tuple[str, ...] = ()
     loss: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def culprit(self) -> Culprit | None:
@@ -245,6 +247,7 @@ class Finding:
             "search": _plain(asdict(self.search)),
             "environment": list(self.environment),
             "loss": _plain(self.loss),
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -268,6 +271,7 @@ class Finding:
             search=SearchCost(**search),
             environment=tuple(data["environment"]),
             loss=_number(data["loss"]),
+            notes=tuple(data["notes"]),
         )
 
 

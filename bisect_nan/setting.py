@@ -80,6 +80,15 @@ def eager() -> Iterator[None]:
         cond._dispatch_cache.clear()
 
 
+def is_compiled(model: Any) -> bool:
+    """Whether a part of a model is run by `torch.compile`."""
+    if not isinstance(model, nn.Module):
+        return False
+    # torch 2.6 to 2.13: `torch.compile(module)` wraps it, `module.compile()` replaces its call
+    marks = ("_orig_mod", "_compiled_call_impl")
+    return any(getattr(part, mark, None) is not None for part in model.modules() for mark in marks)
+
+
 def _branch(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: Sequence[Any]) -> Any:
     """Stand in for the autograd kernel of `torch.cond`: run the branch under autograd, as Python's `if` would."""
     return (if_true if bool(predicate) else if_false)(*operands)

@@ -24,6 +24,7 @@ from bisect_nan.live import Live, watch
 from bisect_nan.manifest import Manifest
 from bisect_nan.packing import Content, pack, unpack
 from bisect_nan.program import Program
+from bisect_nan.setting import is_compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,8 @@ class Snapshot:
             RecordingError: The step cannot be recorded.
         """
         recording = capturing.record(model, batch, step, backward=backward, frontiers=frontiers)
-        return cls._of(recording, watch(recording, model, batch), history, step_number)
+        live = watch(recording, model, batch)
+        return cls._of(recording, live, history, step_number, compiled=is_compiled(model))
 
     @classmethod
     def capture_update(
@@ -119,12 +121,14 @@ class Snapshot:
         live: tuple[Live, ...],
         history: Sequence[Mapping[str, float]],
         step_number: int | None,
+        *,
+        compiled: bool = False,
     ) -> Self:
         return cls(
             program=recording.program,
             observed=recording.observed,
             loss=recording.loss,
-            environment=Environment.here(relocation.devices(recording.program)),
+            environment=Environment.here(relocation.devices(recording.program), compiled=compiled),
             _tensors=recording.tensors,
             _live=live,
             _frontiers=(recording.program, recording.frontiers),

@@ -144,8 +144,8 @@ def _verdict(finding: Finding) -> Iterator[Text]:
     elif finding.loss is not None:
         yield _fact(f"the loss is {finding.loss:.5g}")
     if finding.verdict is not Verdict.CLEAN:
-        for difference in finding.environment:
-            yield _labelled("note", difference)
+        for note in (*finding.notes, *finding.environment):
+            yield _labelled("note", note)
     if finding.verdict in _NEXT:
         yield _labelled("help", _NEXT[finding.verdict])
 
