@@ -88,7 +88,7 @@ class Samples:
             stretch: The calls that the symptom needs.
             checkpoints: Where runs can start, ascending, the first at cut 0.
             targets: The symptom's values.
-            edits: What neutralises the culprits: each is looked at without those before it.
+            edits: What neutralises the culprits: each is looked at without the others.
         """
         self._edits = edits or {}
         self._stretch, self._checkpoints, self._program, self._targets = stretch, checkpoints, program, targets
@@ -132,12 +132,14 @@ class Samples:
         changed = self._batch.without(rows, start.env)
         if not changed:
             raise ReplayError("all rows carry the fault", "a healthy one", "")
-        edits = {node: edit for node, edit in self._edits.items() if self._stretch.cut_after(node) < cut}
-        run = Run(self._stretch, start, edits, changed)
+        run = Run(self._stretch, start, self._without_others(cut), changed)
         seen: list[Executed] = []
         run.advance(cut - 1)
         run.advance(cut, seen.append)
         return run, seen[0].content.get(value)
+
+    def _without_others(self, cut: int) -> dict[int, Edit]:
+        return {node: edit for node, edit in self._edits.items() if self._stretch.cut_after(node) != cut}
 
     def _of_readers(self, cut: int) -> Rows:
         """Return the rows that show bad elements first behind a cut, in a result with one row for each sample."""
@@ -149,7 +151,9 @@ class Samples:
                 if not found and list(tensor.shape[:1]) == [size] and 0 < len(_rows(finite.mask(tensor))) < size:
                     found.append((executed, number))
 
-        run = Run(self._stretch, [c for c in self._checkpoints if c.cut <= cut - 1][-1])
+        edits = self._without_others(cut)
+        first = min([cut - 1, *(self._stretch.cut_after(node) - 1 for node in edits)])
+        run = Run(self._stretch, [c for c in self._checkpoints if c.cut <= first][-1], edits)
         run.advance(cut - 1)
         run.advance(len(self._stretch), look)
         for executed, number in found:

@@ -51,7 +51,7 @@ def check(program: RandomProgram, repairs: tuple[float, ...] = oracle.REPAIRS) -
     verdict = oracle.judge(program, repairs)
     assume(verdict is not None)
     assert verdict is not None
-    finding = locate(capture(program))
+    finding = locate(capture(program), remedies=False)
     if not verdict.symptom:
         assert finding.verdict is Verdict.CLEAN
         return
@@ -114,7 +114,7 @@ def test_scan_and_bisection_agree(program: RandomProgram) -> None:
     """Probing after every call leads to the same culprits as bisection."""
     assume(oracle.judge(program) is not None)
     snapshot = capture(program)
-    bisected, scanned = locate(snapshot), locate(snapshot, search="scan")
+    bisected, scanned = locate(snapshot, remedies=False), locate(snapshot, search="scan", remedies=False)
     assert named(bisected) == named(scanned)
     assert bisected.verdict is scanned.verdict
 
@@ -193,7 +193,7 @@ def test_a_fault_behind_every_node(which: int, every: int) -> None:
         if changed.observed is None:  # what was planted there is selected away
             continue
         shown += 1
-        finding = locate(changed)
+        finding = locate(changed, remedies=False)
         assert [culprit.node for culprit in finding.culprits] == [place + 1]
         assert finding.culprits[0].kernel == str(KERNEL)
         assert within_budget(finding)

@@ -99,13 +99,14 @@ class Site:
         """Put a change in the place of every call of the line: the culprit's, or that of another call."""
         return dict.fromkeys(self.alike(node), change)
 
-    def made_by(self, name: str) -> Iterator[Node]:
+    def made_by(self, name: str, node: Node | None = None) -> Iterator[Node]:
         """Yield the calls behind an operand, the nearest first, as long as each has one floating operand of its own."""
-        assert self.node is not None
-        operand, before = named(self.node.target, self.node.args, self.node.kwargs).get(name), self.node.index
+        node = node or self.node
+        assert node is not None
+        operand, before = named(node.target, node.args, node.kwargs).get(name), node.index
         while isinstance(operand, Ref):
             found = self.dependence.needed(operand.value, before)
-            if len(found) != 1:
+            if len(found) != 1 or found[0] >= before:
                 return
             node = self.program.nodes[found[0]]
             yield node

@@ -56,6 +56,8 @@ def population_variance(site: Site) -> Iterator[Proposal]:
     yield Proposal(
         "population_variance", "take the deviation of the values at hand: correction=0", changes=site.everywhere(change)
     )
+    if site.op != "std":
+        return
     for eps in (1e-8, 1e-4):
         yield Proposal(
             "population_variance",

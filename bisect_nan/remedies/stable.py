@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from bisect_nan.causes.evidence import base_name
 from bisect_nan.differentiable import Change
-from bisect_nan.program import Arguments, Node, Ref
+from bisect_nan.program import Arguments, Node
 from bisect_nan.remedies.proposal import Proposal, Site
 
 
@@ -21,7 +21,7 @@ def log_of_probability(site: Site) -> Iterator[Proposal]:
     changes: dict[int, Change] = {}
     wrap = ""
     for index in site.alike():
-        chain = list(_makers(site, site.program.nodes[index]))
+        chain = list(site.made_by("self", site.program.nodes[index]))
         if not chain:
             return
         names = [base_name(str(node.target)) for node in chain]
@@ -69,16 +69,6 @@ def subtract_maximum(site: Site) -> Iterator[Proposal]:
             return
     text = f"subtract the maximum before the exponential: {wrap}"
     yield Proposal("subtract_maximum", text, changes=changes, local=False)
-
-
-def _makers(site: Site, node: Node) -> Iterator[Node]:
-    """Yield the calls behind a call's first operand, the nearest first, as long as each has one."""
-    while node.args and isinstance(node.args[0], Ref):
-        found = site.dependence.needed(node.args[0].value, node.index)
-        if len(found) != 1:
-            return
-        node = site.program.nodes[found[0]]
-        yield node
 
 
 def _users(site: Site, node: Node) -> list[Node]:

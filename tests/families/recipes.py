@@ -224,7 +224,7 @@ case("gem", "pow_grad_at_zero", lambda x, p: x.clamp(min=0).pow(p).mean().pow(1 
 case("ppo ratio", "exp_overflow", lambda x: (x - t(0.0)).exp() * 2, t(100.0))
 case(
     "ratio clipped",
-    "where_masked_gradient, where_masked_gradient",
+    "where_masked_gradient",
     lambda x: torch.min((x).exp() * 1.0, x.exp().clamp(0.8, 1.2) * 1.0),
     t(100.0),
 )
