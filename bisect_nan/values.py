@@ -57,10 +57,9 @@ class Values:
         makers: Index of the call that made each value; -1 for placeholders.
         placeholders: The values from outside.
         tensors: The placeholders' tensors, by value number.
-        leaves: Tensors without a name that gradients are left in (of a module that is not part of the model), by where the
-            step first used them.
+        leaves: Tensors without a name that gradients are left in (of a module outside of the model), by where they were used.
         functions: Names of the Python autograd Functions that returned values, by value number.
-        without_memory: Tensors that own no storage; they are known by identity, so they must not die.
+        without_memory: Tensors that own no storage; known by identity, they must not die.
     """
 
     def __init__(self) -> None:
@@ -160,8 +159,8 @@ class Values:
             return facts
         (_, offset, shape, stride, dtype, flags), device = facts
         conj, neg = flags & _CONJUGATED > 0, flags & _NEGATED > 0
-        function = self.functions.get(number, "")
-        return Value(self.storages[number], dtype, tuple(shape), stride, offset, device, conj, neg, function)
+        options = device, conj, neg, self.functions.get(number, "")
+        return Value(self.storages[number], dtype, tuple(shape), stride, offset, *options)
 
     def all(self) -> tuple[Value, ...]:
         """Return what the program says of all values, by number."""

@@ -42,6 +42,7 @@ FORWARD = Culprit(
     outputs=(TensorSummary("weights", "f32", (2, 5, 5), nan=25, low=0.01, high=0.9, first=(1, 0, 0)),),
     element=(1, 0, 0),
     samples=(1,),
+    samples_confirmed=True,
     chain=(
         Link(27, "aten._softmax.default", SOFTMAX),
         Link(28, "aten.bmm.default", SourceLine("model.py", 20, "Attention.forward", "return weights @ values")),
