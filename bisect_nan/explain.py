@@ -10,6 +10,7 @@ import torch
 from bisect_nan import causes, finite
 from bisect_nan.causes.evidence import Evidence, base_name
 from bisect_nan.dependence import Dependence
+from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
 from bisect_nan.program import Node
 from bisect_nan.remedies import Site
@@ -18,10 +19,14 @@ from bisect_nan.reproduce import Pass
 from bisect_nan.samples import Rows, Samples
 from bisect_nan.scaling import loss_scale
 from bisect_nan.snapshot import Snapshot
+from bisect_nan.story import Story
 from bisect_nan.stretch import Stretch
 from bisect_nan.trace import Birth, Origin, site
 from bisect_nan.trend import within
 from bisect_nan.witness import Witness, recompute, results
+
+_OVERFLOWS = {"fp16_overflow", "overflow", "exp_overflow", "grad_overflow_fp16", "grad_overflow"}
+"""Causes that grow over several calls."""
 
 _TURNS = 16
 """Turns of a loop whose rows are looked for."""
@@ -151,11 +156,22 @@ class Examination:
             samples=carried.rows,
             samples_confirmed=carried.confirmed,
             chain=self._chain(node.index),
-            notes=match.notes,
+            notes=(*match.notes, *self._around(node, entry.name)),
             help=match.help or entry.help,
         )
         self.sites.append(self._site(culprit, origin, evidence))
         return culprit
+
+    def _around(self, node: Node, cause: str) -> tuple[str, ...]:
+        """Tell what led up to an overflow, and which term of the loss a fault spoils; what cannot be run again is left out."""
+        story = Story(self._program, self._dependence, self._witness)
+        notes: tuple[str, ...] = ()
+        with contextlib.suppress(ReplayError, RuntimeError):
+            if cause in _OVERFLOWS:
+                notes += story.growth(self._program.origin(node))
+            if self._symptom.kind == "loss":
+                notes += story.terms()
+        return notes
 
     def _site(self, culprit: Culprit, origin: Node, evidence: Evidence) -> Site:
         own = origin.index == culprit.node

@@ -94,6 +94,14 @@ class Witness:
         run.advance(run.cut + 1, seen.append)
         return seen[0]
 
+    def between(self, first: Node, last: Node) -> list[Executed]:
+        """Run the calls from one to another one again."""
+        if not (self._stretch.has(first.index) and self._stretch.has(last.index)):
+            return []
+        run, seen = self.before(first), list[Executed]()
+        run.advance(self._stretch.cut_after(last.index), seen.append)
+        return seen
+
     def before(self, node: Node) -> Run:
         """Run up to a call, from the latest checkpoint before it and before all births that have to be neutralised."""
         place = self._stretch.cut_after(node.index) - 1

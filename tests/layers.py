@@ -20,7 +20,7 @@ LAYERS = {
         "remedies.proposal remedies.domain remedies.masking remedies.precision remedies.reductions remedies.stable"
         " remedies.data remedies.updates remedies.alone remedies.wording remedies"
     ),
-    "The answer": "witness explain trial driver",
+    "The answer": "witness story explain trial driver",
     "The training loop": "modes training incident guard",
     "Reports": "reports.words reports.terminal reports",
     "The command line": "child user_code tensors targets worker crash inspection meter cli",
