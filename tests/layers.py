@@ -23,7 +23,7 @@ LAYERS = {
     "The answer": "witness story explain trial driver",
     "The training loop": "modes training incident guard",
     "Reports": "reports.words reports.terminal reports",
-    "The command line": "child user_code tensors targets worker crash inspection meter cli",
+    "The command line": "child user_code tensors targets worker crash inspection meter cli __main__",
 }
 """Layer: its modules, in order."""
 
