@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -735,20 +736,22 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert (tmp_path / "crashes").read_text() == "a file"
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file grow beyond 4 KiB."""
+    """Let no file grow beyond 4 KB meanwhile, pytest's own output included."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk(tmp_path: Path) -> None:
     """The fault is told without a path, and no half of a file is left."""
     loop = Loop(adam, tmp_path)
-    loop.run([batch_of(0), BAD["loss"][1], batch_of(1)])
+    with full_disk():
+        loop.run([batch_of(0), BAD["loss"][1], batch_of(1)])
     (fault,) = loop.faults
     assert fault.path is None
     assert "cannot be written" in str(fault)
