@@ -25,7 +25,7 @@ from bisect_nan import finite
 from bisect_nan.capture import Observed, Step, scalar_loss
 from bisect_nan.errors import BisectNanError, NonFiniteStep
 from bisect_nan.finding import Symptom
-from bisect_nan.incident import Call, Incident, Update, free_path
+from bisect_nan.incident import Call, Incident, Update, free_path, shows_again
 from bisect_nan.live import writes
 from bisect_nan.norms import norms
 from bisect_nan.state import Surroundings, buffers
@@ -128,7 +128,7 @@ class Guard:
         """
         self._forget_broken_update()
         (norm,) = norms(self._training.gradients())
-        if self._calls and not math.isfinite(norm):
+        if self._calls and not math.isfinite(norm) and not self._was_scaled():
             self._crash("gradient", self._training.bad_gradients(), self._calls)
         self._inspect()
 
@@ -266,6 +266,14 @@ class Guard:
         places += [] if self._update is None else [self._update.before]
         copies = [copy for place in places if (copy := place.copy_of(tensor)) is not None]
         return bool(finite.probe(copies[:1])) if copies else key in (self._known or ())
+
+    def _was_scaled(self) -> bool:
+        """Whether gradients that no update has used are a scaler's doing, which has left them out: without it they are finite."""
+        token = _capturing.set(True)
+        try:
+            return not shows_again(self._calls, self._training)
+        finally:
+            _capturing.reset(token)
 
     # --- a step that came out bad -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from bisect_nan.capture import Observed, Step
 from bisect_nan.errors import RecordingError
 from bisect_nan.modes import Modes
 from bisect_nan.snapshot import Snapshot
-from bisect_nan.state import Surroundings
+from bisect_nan.state import Surroundings, buffers
 from bisect_nan.training import Training
 
 
@@ -152,6 +152,18 @@ class Incident:
         moments: list[Call | Update] = [*self.calls[:1], *([] if self.update is None else [self.update])]
         for moment in sorted(moments, key=lambda moment: -moment.number):
             moment.before.restore()
+
+
+def shows_again(calls: Sequence[Call], training: Training) -> bool:
+    """Whether one of the calls comes out bad when it is run again; everything is left as it is now."""
+    contents = [*training.parameters(), *buffers(training.model), *training.state(), *training.gradients()]
+    now = Surroundings(training.model, training.optimizer, contents=contents)
+    try:
+        return any(call.again().observed is not None for call in calls)
+    except RecordingError:
+        return True
+    finally:
+        now.restore()
 
 
 def free_path(directory: Path, step: int) -> Path:

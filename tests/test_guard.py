@@ -19,7 +19,7 @@ from test_capture import fingerprint, generators
 from torch import nn
 from torch.nn import functional
 
-from bisect_nan import Finding, Guard, NonFiniteStep, Phase, Snapshot, Verdict, locate
+from bisect_nan import Finding, Guard, NonFiniteStep, Phase, Snapshot, Verdict, finite, locate
 from bisect_nan.errors import RecordingError
 
 Batch = dict[str, torch.Tensor]
@@ -604,6 +604,24 @@ def test_a_gradient_scaler_drops_updates_that_overflow(tmp_path: Path) -> None:
         scaler.update()
     assert scaler.get_scale() < 2.0**127
     assert 0 < guard._steps < 20
+
+
+def test_a_step_that_the_scaler_left_out_last_is_no_fault(tmp_path: Path) -> None:
+    """Its gradients overflow by their scale alone: `check` runs the step again without it, and leaves all as it was."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = Guard(model, optimizer, directory=tmp_path)
+    watched, scaler = guard.watch(lambda m, b: m(b).square().mean()), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale(watched(model, torch.rand(8, 4) * 100)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    before = [tensor.clone() for tensor in [*model.state_dict().values(), torch.get_rng_state()]]
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    guard.check()
+    after = [*model.state_dict().values(), torch.get_rng_state()]
+    assert all(map(torch.equal, before, after))
+    assert all(finite.same(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True) if p.grad is not None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_that_writes_to_its_batch(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     "learning_rate_nonfinite": (updates.finite_hyperparameter,),
     "optimizer_eps_underflow": (updates.larger_eps,),
     "gradient_nonfinite_applied": (updates.skip_update,),
-    "learning_rate_explosion": (updates.lower_rate,),
+    "learning_rate_explosion": (updates.lower_rate, updates.scale_back),
     "softmax_all_masked": (masking.leave_one_score, masking.finite_mask, masking.finite_operands),
     "fp16_overflow": (precision.island, precision.whole),
     "grad_overflow_fp16": (precision.lower_scale, precision.island, precision.whole),

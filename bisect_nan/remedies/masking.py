@@ -91,7 +91,7 @@ def finite_numbers(site: Site) -> Iterator[Proposal]:
         return
     yield Proposal(
         "finite_numbers",
-        "find out why the number became NaN; with 0 in its place the step goes on",
+        "find out why the number became NaN; tried with 0 in its place",
         changes=site.everywhere(_with_finite_literals(LARGE.get(site.dtype, 1e9))),
     )
 

@@ -23,7 +23,7 @@ def finite_hyperparameter(site: Site) -> Iterator[Proposal]:
         return
     yield Proposal(
         "finite_hyperparameter",
-        f"find out what set the hyper-parameter; with {_SENSIBLE:g} in its place the update is finite",
+        f"find out what set the hyper-parameter; tried with {_SENSIBLE:g} in its place",
         types=_Hyperparameters(),
         local=False,
     )
@@ -53,8 +53,26 @@ def lower_rate(site: Site) -> Iterator[Proposal]:
 
     yield Proposal(
         "lower_learning_rate",
-        "lower the learning rate, or look for what grew over the last steps; with a millionth of it the update is finite",
+        "lower the learning rate, or look for what grew over the last steps; tried with a millionth of it",
         changes=site.everywhere(change),
+        local=False,
+    )
+
+
+def scale_back(site: Site) -> Iterator[Proposal]:
+    """Take the parameters back to the size that they had before they grew."""
+    history = () if site.evidence is None else site.evidence.history
+    sizes = [numbers["parameter_norm"] for numbers in history if numbers.get("parameter_norm", 0.0) > 0]
+    if len(sizes) < 2 or not min(sizes) < sizes[-1]:  # noqa: PLR2004
+        return
+    share = min(sizes) / sizes[-1]
+    parameters = [p.value for p in site.program.placeholders if p.phase is Phase.PARAMETER]
+    there = {n: site.tensors[n] for n in parameters if n in site.tensors and site.tensors[n].is_floating_point()}
+    yield Proposal(
+        "scale_back",
+        "lower the learning rate or clip the gradients, and start again from weights before they grew; tried with the weights"
+        f" scaled back from the norm {sizes[-1]:.3g} to {min(sizes):.3g}, which they had before",
+        placeholders={n: tensor * share for n, tensor in there.items()},
         local=False,
     )
 
