@@ -173,7 +173,7 @@ def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...
             if number is not None:
                 makers.setdefault(number, node)
     within: set[int] = set()
-    wanted: set[int] = set()
+    wanted = {number for number in stretch.targets if program.values[number].function}
     leaves: set[int] = set()
     for node in reversed(stretch.nodes):
         if any(node.tracked):

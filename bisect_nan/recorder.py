@@ -190,6 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         require_plain(tensor, "a result of the step")
         number = self._reference(tensor).value
         self._uninitialized.used([(number, tensor)], ())
+        self._note_functions([tensor])
         return number
 
     def restore(self) -> None:

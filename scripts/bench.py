@@ -149,8 +149,9 @@ def rows(model: nn.Module, batch: Any, path: Path) -> dict[str, Callable[[], Any
     """Return what is measured, by name."""
     return {
         "recording the whole step": lambda: record(model, batch, step),
-        "locate from a saved snapshot": lambda: locate(Snapshot.load(path)),
-        "capture + locate": lambda: locate(Snapshot.capture(model, batch, step)),
+        "locate from a saved snapshot": lambda: locate(Snapshot.load(path), remedies=False),
+        "the same, and a remedy executed": lambda: locate(Snapshot.load(path)),
+        "capture + locate": lambda: locate(Snapshot.capture(model, batch, step), remedies=False),
         "scan, isfinite().all()": lambda: scanned(Scan(by_isfinite))(model, batch),
         "scan, aminmax": lambda: scanned(Scan(by_aminmax))(model, batch),
         "birth scan, aminmax": lambda: scanned(Scan(by_aminmax, birth=True))(model, batch),

@@ -140,6 +140,19 @@ def test_unseen_backward_code_is_told() -> None:
     assert "Cube" in remedy.outcome
 
 
+def test_a_loss_that_a_function_returns_is_derived_too() -> None:
+    """Behind the last Function there is no call that would show what autograd tracked."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = Cube.apply((model(x) * 0).log().clamp(max=0).mean())
+        return loss
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert not remedy.verified
+    assert "all 2 gradients finite" in remedy.outcome
+    assert "Cube" in remedy.outcome
+
+
 def test_hooks_are_told() -> None:
     """Hooks change gradients after autograd: a run without them is no proof."""
 
