@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import networkx as nx
 
@@ -17,7 +19,7 @@ class Dependence:
     that one, since whoever writes to memory takes it as an argument.
 
     Attributes:
-        graph: Edge i -> j when call j needs call i.
+        before: By call: the calls that it needs.
     """
 
     def __init__(self, program: Program) -> None:
@@ -26,16 +28,22 @@ class Dependence:
         self._maker: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         self._random = [node.index for node in program.nodes if node.random]
-        self.graph: nx.DiGraph[int] = nx.DiGraph()
-        self.graph.add_nodes_from(range(len(program.nodes)))
+        self.before: list[dict[int, None]] = []
         for node in program.nodes:
-            for value in node.inputs():
-                self.graph.add_edges_from((before, node.index) for before in self.needed(value))
+            self.before.append({call: None for value in node.inputs() for call in self.needed(value)})
             for storage in node.writes:
                 self._writers.setdefault(storage, []).append(node.index)
             for output in node.outputs:
                 if output is not None:
                     self._maker.setdefault(output, node.index)
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[int]:
+        """Edge i -> j when call j needs call i; made when it is first asked for, which many searches never do."""
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.before)))
+        graph.add_edges_from((before, call) for call, needed in enumerate(self.before) for before in needed)
+        return graph
 
     def needed(self, value: int, before: int | None = None) -> list[int]:
         """Return the calls that made a value, or wrote to its memory last.
@@ -67,12 +75,16 @@ class Dependence:
         wanted = set(calls)
         for call in range(max(wanted, default=-1), -1, -1):
             if call in wanted:
-                wanted.update(self.graph.predecessors(call))
+                wanted.update(self.before[call])
         return wanted
 
     def finished(self, targets: Iterable[int]) -> int:
         """Return how many calls of the program have run when all of `targets` have their final content."""
         return 1 + max((call for value in targets for call in self.needed(value)), default=-1)
+
+    def ancestors(self, call: int) -> set[int]:
+        """Return everything that a call needs, itself left out."""
+        return self._with_ancestors([call]) - {call}
 
     def chain(self, start: int, targets: Iterable[int], through: Sequence[int] | None = None) -> list[int]:
         """Return the shortest path of calls from `start` to one that finishes a target, both ends included.
@@ -82,7 +94,19 @@ class Dependence:
             targets: Value numbers.
             through: The calls that the path may use; any call when not given.
         """
-        graph = self.graph if through is None else self.graph.subgraph([*through, start])
-        paths = nx.single_source_shortest_path(graph, start)
-        found = [paths[end] for value in targets for end in self.needed(value) if end in paths]
-        return min(found, key=len, default=[start])
+        allowed = None if through is None else {*through, start}
+        after: dict[int, int] = {}  # a call -> the one behind it on the shortest way to a target; -1 at the end
+        ends = [end for value in targets for end in self.needed(value)]
+        waiting = deque(end for end in ends if allowed is None or end in allowed)
+        after.update(dict.fromkeys(waiting, -1))
+        while waiting and start not in after:
+            call = waiting.popleft()
+            fresh = [
+                b for b in self.before[call] if b >= start and b not in after and (allowed is None or b in allowed)
+            ]
+            after.update(dict.fromkeys(fresh, call))
+            waiting.extend(fresh)
+        path = [start]
+        while after.get(path[-1], -1) >= 0:
+            path.append(after[path[-1]])
+        return path

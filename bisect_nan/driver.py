@@ -62,7 +62,8 @@ def locate(
         search: `bisect`, or `scan` to probe after every call.
         progress: Told about long work.
         careful: Announce every call through `progress` before it runs, for steps that end the process.
-        remedies: Whether to execute changes until one makes the step finite, at most two executions of the step a culprit.
+        remedies: Whether to execute changes until one makes the step finite, at most two executions of the step for a line, and
+            to confirm which samples carry the fault by a run without them.
 
     Raises:
         ReplayError: A call of the program cannot be executed here.
@@ -231,7 +232,7 @@ class _Case:
 
     def _runaway(self, done: Pass) -> bool:
         """Whether the weights are so large that everything overflows: no change at one call heals that, and the trend confirms it."""
-        examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets)
+        examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets, changes=False)
         causes = [culprit.cause for culprit in examination.culprits(self.suspects, [])]
         return causes == [LEARNING_RATE_EXPLOSION.name]
 
@@ -260,7 +261,9 @@ class _Case:
     ) -> Finding:
         culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
-            examination = Examination(self.snapshot, self.stretch, self.dependence, done, self.targets)
+            examination = Examination(
+                self.snapshot, self.stretch, self.dependence, done, self.targets, changes=self.remedies
+            )
             culprits = examination.culprits(births, innocents, edits)
             self._stop("explain")
             if self.remedies:
@@ -291,6 +294,8 @@ class _Case:
 
     def _acquitted(self, births: Sequence[Birth], innocents: Sequence[Birth]) -> list[Birth]:
         """Leave out what is a link of the chain: NaN that was made of a culprit's infinities."""
+        if not of(innocents, Origin.TURNED):
+            return list(innocents)
         graph = self.dependence.graph
         reached = {call for birth in births if birth.node >= 0 for call in nx.descendants(graph, birth.node)}
         return [birth for birth in innocents if birth.origin is not Origin.TURNED or birth.node not in reached]

@@ -40,7 +40,14 @@ class Examination:
     """
 
     def __init__(
-        self, snapshot: Snapshot, stretch: Stretch, dependence: Dependence, done: Pass, targets: Sequence[int]
+        self,
+        snapshot: Snapshot,
+        stretch: Stretch,
+        dependence: Dependence,
+        done: Pass,
+        targets: Sequence[int],
+        *,
+        changes: bool,
     ) -> None:
         """Prepare.
 
@@ -50,7 +57,9 @@ class Examination:
             dependence: Of the whole program.
             done: A pass with checkpoints that reach up to the births.
             targets: The symptom's values.
+            changes: Whether to run the step with other rows of the batch, to confirm which of them carry a fault.
         """
+        self._changes = changes
         assert snapshot.observed is not None
         self._past = snapshot.history
         self._program, self._symptom = snapshot.program, snapshot.observed.symptom
@@ -59,7 +68,7 @@ class Examination:
         self._tensors = snapshot.tensors()
         self.sites: list[Site] = []
         self._witness = Witness(self._program, stretch, dependence, done.checkpoints)
-        self._samples = Samples(self._program, stretch, done.checkpoints, targets)
+        self._samples = Samples(self._program, stretch, done.checkpoints, targets, confirm=changes)
 
     def culprits(
         self, births: Sequence[Birth], innocents: Sequence[Birth], edits: Mapping[int, Edit] | None = None
@@ -75,7 +84,8 @@ class Examination:
         """
         checkpoints = self._done.checkpoints
         self._witness = Witness(self._program, self._stretch, self._dependence, checkpoints, edits)
-        self._samples = Samples(self._program, self._stretch, checkpoints, self._targets, edits)
+        targets = self._targets
+        self._samples = Samples(self._program, self._stretch, checkpoints, targets, edits, confirm=self._changes)
         self._turned = {birth.node for birth in innocents if birth.origin is Origin.TURNED}
         places: dict[tuple[object, ...], list[Birth]] = {}
         for birth in sorted(births, key=lambda b: b.node):

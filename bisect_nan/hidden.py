@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import torch
 
 from bisect_nan import finite
@@ -56,7 +55,7 @@ class Census:
         if not self._stretch.is_small(0, cut):
             return self._roots(birth, zeros_only=True)
         self._count(cut - 1)
-        before = nx.ancestors(self._dependence.graph, birth.node)
+        before = self._dependence.ancestors(birth.node)
         unwritten = any(self._stretch.program.nodes[call].memory is not None for call in before)
         if before.isdisjoint(self._made) and not unwritten and not self._outside():
             return []

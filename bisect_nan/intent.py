@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import networkx as nx
 import torch
 
 from bisect_nan import finite
@@ -22,7 +21,7 @@ class Intent:
 
     def __init__(self, program: Program, dependence: Dependence) -> None:
         """Remember which values depend on a parameter."""
-        self._program, self._graph = program, dependence.graph
+        self._program, self._dependence = program, dependence
         self._accepted: set[int] = set()
         self._parameters = {p.value for p in program.placeholders if p.phase is Phase.PARAMETER}
 
@@ -48,7 +47,7 @@ class Intent:
         return placeholder.constant or placeholder.value in self._accepted or is_mask(tensor)
 
     def _learned(self, index: int) -> bool:
-        calls = {index, *nx.ancestors(self._graph, index)}
+        calls = {index, *self._dependence.ancestors(index)}
         return any(value in self._parameters for call in calls for value in self._program.nodes[call].inputs())
 
 

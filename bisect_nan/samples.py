@@ -80,6 +80,8 @@ class Samples:
         checkpoints: Sequence[Checkpoint],
         targets: Sequence[int],
         edits: Mapping[int, Edit] | None = None,
+        *,
+        confirm: bool = True,
     ) -> None:
         """Prepare.
 
@@ -89,8 +91,9 @@ class Samples:
             checkpoints: Where runs can start, ascending, the first at cut 0.
             targets: The symptom's values.
             edits: What neutralises the culprits: each is looked at without the others.
+            confirm: Whether to run the step without the rows; else they are derived, and guesses are not made.
         """
-        self._edits = edits or {}
+        self._edits, self._confirm = edits or {}, confirm
         self._stretch, self._checkpoints, self._program, self._targets = stretch, checkpoints, program, targets
         self._batch = Batch(program)
 
@@ -106,7 +109,9 @@ class Samples:
         cut = self._stretch.cut_after(node)
         followed = self._followed(cut, value, mask) if self._stretch.is_small(0, cut) else tuple(range(size))
         if 0 < len(followed) < size:
-            return Rows(followed, confirmed=self._heals(followed, cut, value, mask))
+            return Rows(followed, confirmed=self._confirm and self._heals(followed, cut, value, mask))
+        if not self._confirm:
+            return Rows()
         if not followed:  # a table, say, that rows look things up in, or a mask that code wrote for some rows
             return self._of_readers(cut)
         guess = _rows(mask) if mask.dim() and mask.shape[0] == size else ()

@@ -98,7 +98,7 @@ def test_rows_of_an_input() -> None:
 
 def located(batch: torch.Tensor, step: Any) -> tuple[tuple[int, ...], bool]:
     """Return the samples of a step's culprit, and whether they were confirmed."""
-    (culprit,) = locate(Snapshot.capture(None, batch, lambda _, b: step(b)), remedies=False).culprits
+    (culprit,) = locate(Snapshot.capture(None, batch, lambda _, b: step(b))).culprits
     return culprit.samples, culprit.samples_confirmed
 
 

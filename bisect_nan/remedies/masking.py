@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import networkx as nx
 import torch
 
 from bisect_nan.differentiable import Change
@@ -61,7 +60,7 @@ def finite_mask(site: Site) -> Iterator[Proposal]:
     if site.node is None:
         return
     large = LARGE.get(site.dtype, 1e9)
-    before = {*nx.ancestors(site.dependence.graph, site.node.index), *site.alike()}
+    before = {*site.dependence.ancestors(site.node.index), *site.alike()}
     calls = [site.program.nodes[index] for index in sorted(before)]
     writers = [node for node in calls if any(map(math.isinf, node.literals))]
     constants = {
