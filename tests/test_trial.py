@@ -84,6 +84,18 @@ def test_the_line_to_write_is_the_line_with_the_change() -> None:
     assert remedy.loss == pytest.approx(float(torch.tensor(1e-12).log()))
 
 
+def test_a_number_of_python_is_kept_away_from_zero_as_one() -> None:
+    """It has no methods of tensors."""
+    scale = 0.0
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) / scale).mean()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert remedy.verified
+    assert remedy.code == "return (model(x) / max(scale, 1e-12)).mean()"
+
+
 def test_a_remedy_that_only_moves_the_fault_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 in the place of NaN repairs a value; the loss is then finite, and its gradient is not."""
 

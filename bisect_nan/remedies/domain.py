@@ -176,7 +176,9 @@ def safe_divisor(site: Site) -> Iterator[Proposal]:
         counts = positive and bool((divisor == divisor.double().round()).all() and (divisor > 0).any())
     for least in ((1.0,) if counts else ()) + margins(site.dtype):
         wrap = f"{{x}}.clamp(min={_short(least)})"
-        if not positive:
+        if not isinstance(divisor, torch.Tensor):
+            wrap = f"max({{x}}, {_short(least)})"
+        elif not positive:
             wrap = _away(least)
         change = operands(**{name: lambda x, least=least: _away_from_zero(x, least)})
         yield Proposal("safe_divisor", "keep the divisor away from 0", wrap, name, changes=site.everywhere(change))
