@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from bisect_nan.finding import Phase, Symptom
 from bisect_nan.frontiers import Frontier
 from bisect_nan.program import Program, Targets
 from bisect_nan.recorder import Recorder
-from bisect_nan.setting import eager, module_paths, old_objects_left_alone
+from bisect_nan.setting import eager, hooks_noticed, module_paths, old_objects_left_alone
 from bisect_nan.state import Surroundings, named_parameters, optimizer_tensors
 
 Step = Callable[[Any, Any], Any]
@@ -80,8 +80,13 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
         leaves = _gradient_leaves(model, batch)
         for leaf in leaves.values():
             leaf.grad = None
-        with eager(), old_objects_left_alone(), module_paths(model, recorder.modules):
-            return _run(recorder, model, functools.partial(step, model, batch), leaves, backward=backward)
+        with (
+            eager(),
+            old_objects_left_alone(),
+            module_paths(model, recorder.modules),
+            hooks_noticed(leaves.values()) as hooks,
+        ):
+            return _run(recorder, model, functools.partial(step, model, batch), leaves, hooks, backward=backward)
     finally:
         recorder.restore()
         surroundings.restore()
@@ -135,7 +140,13 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
 
 
 def _run(
-    recorder: Recorder, model: Any, step: Callable[[], Any], leaves: Mapping[str, torch.Tensor], *, backward: bool
+    recorder: Recorder,
+    model: Any,
+    step: Callable[[], Any],
+    leaves: Mapping[str, torch.Tensor],
+    hooks: Sequence[torch.Tensor],
+    *,
+    backward: bool,
 ) -> Recording:
     values = recorder.values
     with recorder:
@@ -158,7 +169,7 @@ def _run(
             number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
         )
         kind, found = "buffer", _spoiled(recorder, written)
-    program = recorder.finish(targets)
+    program = recorder.finish(replace(targets, hooked=bool(hooks)))
     observed = _observed(program, kind, found)
     frontiers = () if observed is None else recorder.frontiers.of(program)
     return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)

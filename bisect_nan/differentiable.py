@@ -7,7 +7,8 @@ derives the Function's forward calls in its stead, and the run says so (`Rerun.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,28 @@ class Types:
         """Return what is kept of a call's result."""
         del node
         return result
+
+
+class Several(Types):
+    """Several choices of types at once, one after the other."""
+
+    def __init__(self, types: Sequence[Types]) -> None:
+        """Remember them."""
+        self._types = types
+
+    def placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what all of them together make of a tensor from outside."""
+        return functools.reduce(lambda item, types: types.placeholder(item), self._types, tensor)
+
+    def before(self, node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return what all of them together make of a call's arguments."""
+        for types in self._types:
+            args, kwargs = types.before(node, args, kwargs)
+        return args, kwargs
+
+    def after(self, node: Node, result: Any) -> Any:
+        """Return what all of them together keep of a result, the last one first."""
+        return functools.reduce(lambda item, types: types.after(node, item), reversed(self._types), result)
 
 
 class Rerun:

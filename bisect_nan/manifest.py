@@ -20,8 +20,8 @@ top-level key      content
 `placeholders`     list of objects, one for each tensor that the step did not make itself: `value` (its number), `name`
                    (`layers.0.weight`, `batch['depth']`), `phase` (`input`, `parameter`, `buffer`, `optimizer`), `constant`
                    (boolean), `dtype` (`float32`), `shape` (list) and `device` (`cpu`, `cuda:0`)
-`targets`          object: `loss` (a value number; null for an optimizer's step), and `gradients`, `buffers`, `parameters` and
-                   `optimizer` (objects: name to value number)
+`targets`          object: `loss` (a value number; null for an optimizer's step), `gradients`, `buffers`, `parameters` and
+                   `optimizer` (objects: name to value number), and `hooked` (boolean: gradients pass through hooks)
 `observed`         null for a clean step, else an object: `names` (the non-finite targets, the earliest first) and `tensor`
                    (what the first one held)
 `storages`         list of `[storage number, device, bytes]`, one for each memory that a placeholder shows. The bytes are the

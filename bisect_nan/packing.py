@@ -91,7 +91,7 @@ def pack(content: Content) -> tuple[dict[str, Any], dict[str, torch.UntypedStora
         "environment": content.environment.to_dict(),
         "nodes": len(program.nodes),
         "placeholders": [_placeholder(item, program) for item in program.placeholders],
-        "targets": {"loss": program.targets.loss, **targets},
+        "targets": {"loss": program.targets.loss, **targets, "hooked": program.targets.hooked},
         "observed": observed,
         "storages": [[number, str(storage.device), storage.nbytes()] for number, storage in held.items()],
         "sparse": [
@@ -189,7 +189,9 @@ def _state(reader: storages.Reader, record: Any, place: str) -> torch.Tensor:
 
 
 def _targets(data: Any) -> Targets:
-    data = fields(data, "targets", ("loss", *_TARGETS))
+    data = fields(data, "targets", ("loss", *_TARGETS, "hooked"))
+    if not isinstance(data["hooked"], bool):
+        raise wrong("targets, hooked", data["hooked"], "true or false")
     tables = {
         key: {
             checked_text(name, f"targets, {key}"): count(number, f"targets, {key}")
@@ -197,7 +199,9 @@ def _targets(data: Any) -> Targets:
         }
         for key in _TARGETS
     }
-    return Targets(None if data["loss"] is None else count(data["loss"], "targets, loss"), **tables)
+    return Targets(
+        None if data["loss"] is None else count(data["loss"], "targets, loss"), **tables, hooked=data["hooked"]
+    )
 
 
 def _memories(data: Any, reader: storages.Reader) -> dict[int, torch.UntypedStorage]:

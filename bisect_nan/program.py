@@ -159,6 +159,7 @@ class Targets:
         buffers: Value numbers of the buffers that the step wrote to.
         parameters: Value numbers of the parameters that the optimizer's step wrote to.
         optimizer: Value numbers of the optimizer's own tensors after its step.
+        hooked: Whether gradients of the step pass through hooks, of parameters or registered by the step.
     """
 
     loss: int | None = None
@@ -166,6 +167,7 @@ class Targets:
     buffers: Mapping[str, int] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
+    hooked: bool = False
 
     def of(self, kind: str) -> Mapping[str, int]:
         """Return the targets of a symptom's kind (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`) by name."""

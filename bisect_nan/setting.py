@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,24 @@ def eager() -> Iterator[None]:
         torch.compile = compiler
         cond.py_kernels[key] = kernel
         cond._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def hooks_noticed(leaves: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Collect the tensors whose gradients hooks can change: leaves that have some, and whatever registers one meanwhile."""
+    marks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [leaf for leaf in leaves if any(getattr(leaf, mark, None) for mark in marks)]
+    register = torch.Tensor.register_hook
+
+    def noticed(tensor: torch.Tensor, hook: Any) -> Any:
+        hooked.append(tensor)
+        return register(tensor, hook)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.register_hook = noticed  # type: ignore[method-assign]
+    try:
+        yield hooked
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def is_compiled(model: Any) -> bool:

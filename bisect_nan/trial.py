@@ -11,7 +11,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Change, Rerun, Types
+from bisect_nan.differentiable import Change, Rerun, Several, Types
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase, Remedy
 from bisect_nan.program import named, substitute, tensors
@@ -122,7 +122,7 @@ class Trial:
         self.executions += 1
         changes = {node: change for proposal in picked for node, change in proposal.changes.items()}
         placeholders = {**self._tensors, **{n: t for proposal in picked for n, t in proposal.placeholders.items()}}
-        types = [proposal.types for proposal in picked if proposal.types is not None]
+        types = Several([proposal.types for proposal in picked if proposal.types is not None])
         scale = min([proposal.scale for proposal in picked], default=1.0)
         try:
             if self._program.targets.loss is None:
@@ -141,13 +141,13 @@ class Trial:
                 finite=False, loss=None, text=f"autograd cannot derive the changed step: {problem}".splitlines()[0]
             )
 
-    def _step(self, changes: Mapping[int, Change], placeholders: Env, types: Sequence[Types], scale: float) -> Outcome:
+    def _step(self, changes: Mapping[int, Change], placeholders: Env, types: Types, scale: float) -> Outcome:
         """Execute the forward pass under autograd, then the backward pass that follows from it."""
         targets = self._program.targets
         assert targets.loss is not None
         wanted = [targets.loss, *targets.buffers.values()]
         stretch = Stretch(self._program, self._forward(wanted), wanted)
-        rerun = Rerun(stretch, placeholders, changes, types[0] if types else None)
+        rerun = Rerun(stretch, placeholders, changes, types)
         rerun.forward()
         loss = rerun.env[targets.loss]
         value = float(loss.detach().to(self._program.values[targets.loss].dtype))
@@ -180,8 +180,10 @@ class Trial:
         return "before the step's own hooks" if self._hooks() else ""
 
     def _hooks(self) -> bool:
-        """Whether Python code of the step changed gradients in the recorded backward pass: this run does not contain it."""
+        """Whether Python code of the step changes gradients, which this run does not: by the recorded backward pass, where there is one."""
         program = self._program
+        if not program.targets.gradients:
+            return program.targets.hooked
         again = {(node.source, node.target) for node in program.nodes if node.phase is Phase.FORWARD}
         functions = {value.function for value in program.values}
         return any(
@@ -208,12 +210,12 @@ class Trial:
             return Outcome(finite=False, loss=value, text=what)
         return Outcome(finite=True, loss=value, text=f"loss {value:.6g}, all {len(targets.gradients)} gradients finite")
 
-    def _update(self, changes: Mapping[int, Change], placeholders: Env, types: Sequence[Types]) -> Outcome:
+    def _update(self, changes: Mapping[int, Change], placeholders: Env, types: Types) -> Outcome:
         """Execute the optimizer's step."""
         targets = self._program.targets
         results = {**targets.parameters, **targets.optimizer, **targets.buffers}
         stretch = Stretch(self._program, self._dependence.slice(results.values()), results.values())
-        rerun = Rerun(stretch, placeholders, changes, types[0] if types else None)
+        rerun = Rerun(stretch, placeholders, changes, types)
         rerun.forward()
         bad = [name for name, number in results.items() if self._spoiled(rerun.env[number], number)]
         if bad:

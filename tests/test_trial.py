@@ -239,6 +239,39 @@ def test_half_precision_is_widened(half: torch.dtype) -> None:
     assert remedy.loss == pytest.approx(360, rel=0.01)
 
 
+def test_hooks_are_told_where_no_backward_pass_was_recorded() -> None:
+    """The loss was bad already, and nobody saw what the hooks do."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        y.register_hook(lambda gradient: gradient / 0)
+        return (y * 0).log().mean()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert not remedy.verified
+    assert "hooks" in remedy.outcome
+    model = nn.Linear(3, 2)
+    model.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert not remedy_of(model, torch.ones(4, 3), lambda m, x: (m(x) * 0).log().mean()).verified
+
+
+def test_two_islands_are_executed_together() -> None:
+    """Each of two lines that overflow in half precision is widened."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x.half())
+        first = y.square().mean() / 1000
+        second = (y * y * 2).mean() / 1000
+        return first.float() + second.float()
+
+    model = nn.Linear(3, 2).half()
+    with torch.no_grad():
+        model.weight.fill_(150)
+    culprits = locate(Snapshot.capture(model, torch.ones(4, 3), step)).culprits
+    assert culprit_names(culprits) == ["float32_island"] * 2
+    assert all(culprit.remedy is not None and culprit.remedy.verified for culprit in culprits)
+
+
 def culprit_names(culprits: tuple[Culprit, ...]) -> list[str]:
     """Return the names of the remedies."""
     return [culprit.remedy.name for culprit in culprits if culprit.remedy]
