@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,7 +155,9 @@ def _run(
     number = recorder.number(loss)
     targets, kind = Targets(number), "loss"
     found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
-    if not found and backward and loss.requires_grad:
+    if found and backward and loss.requires_grad and recorder.applications:
+        _record_backward_code(recorder, loss)
+    elif not found and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
         recorder.frontiers.bound()
         with recorder:
@@ -173,6 +176,13 @@ def _run(
     observed = _observed(program, kind, found)
     frontiers = () if observed is None else recorder.frontiers.of(program)
     return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)
+
+
+def _record_backward_code(recorder: Recorder, loss: torch.Tensor) -> None:
+    """Run the backward pass of a bad loss for the sake of the Python code in it; where that cannot bear NaN, it stays unknown."""
+    recorder.phase = Phase.BACKWARD
+    with recorder, contextlib.suppress(Exception):
+        torch.autograd.backward(loss)
 
 
 def scalar_loss(result: Any) -> torch.Tensor:

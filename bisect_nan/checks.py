@@ -53,6 +53,10 @@ def check(program: Program, sizes: Mapping[int, int]) -> None:
         _check_results(node, program.values)
         known.update(number for number in node.outputs if number is not None)
     _check_targets(program.targets, program.values, known)
+    for place, use in enumerate(program.applications):
+        named = [number for numbers in (use.inputs, use.outputs, use.given, use.returned) for number in numbers]
+        if not use.first <= use.last <= len(program.nodes) or not known.issuperset(n for n in named if n is not None):
+            raise wrong(f"function {place}", [use.first, use.last], "calls and values of the program")
 
 
 def extent(value: Value) -> int:

@@ -1,8 +1,9 @@
 """Runs the recorded forward pass under autograd with some of its calls changed, and then its backward pass.
 
 A change to a forward call changes the derivative, too, so the recorded backward calls no longer belong to it: autograd has to
-derive them anew. What autograd cannot derive from recorded calls is the backward code of a custom `torch.autograd.Function`; it
-derives the Function's forward calls in its stead, and the run says so (`Rerun.derived`). Hooks do not run.
+derive them anew. What autograd cannot derive from recorded calls is the backward code of a custom `torch.autograd.Function`: where it
+was recorded, those calls are run again on the new gradients; else autograd derives the Function's forward calls in its stead, and the
+run says so (`Rerun.derived`). Hooks do not run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from bisect_nan.applications import RECOMPUTING
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase
 from bisect_nan.generators import GeneratorStates
-from bisect_nan.program import Arguments, Node, Tracking, named, substitute, tensors
+from bisect_nan.program import Application, Arguments, Node, Program, Tracking, named, substitute, tensors
 from bisect_nan.stretch import Env, Stretch
 
 Change = Callable[[torch._ops.OpOverload, Arguments], Any]
@@ -92,7 +95,8 @@ class Rerun:
         self.env: Env = stretch.own(placeholders, 0)
         self.leaves: Env = {}
         self._made_outside = set(self.env)
-        self._within, self._tracked, self.derived = _without_graph(stretch)
+        self._uses = _recorded_uses(stretch)
+        self._within, self._tracked, self.derived = _without_graph(stretch, self._uses)
         self._materialised = {number for node in stretch.nodes for number in _materialised(node, stretch)}
         self._generators = GeneratorStates({})
 
@@ -115,6 +119,8 @@ class Rerun:
                     got, "a change that the rest of the step can follow", "", node=node.index
                 ) from problem
             self._keep(node, result)
+            for use in self._uses.get(node.index, ()):
+                self._connect(use)
             for number in self._stretch.free[place]:
                 self.env.pop(number, None)
 
@@ -155,6 +161,48 @@ class Rerun:
         )
         return self._types.after(node, result)
 
+    def _connect(self, use: Application) -> None:
+        """Give what a Function returned its own backward code again."""
+        inputs = [self._leaf(number) for number in use.inputs if number is not None]
+        if any(tensor.requires_grad for tensor in inputs):
+            outputs: tuple[torch.Tensor, ...] = _Recorded.apply(self, use, *inputs)  # type: ignore[no-untyped-call]
+            numbers = [number for number in use.outputs if number is not None]
+            self.env.update(zip(numbers, outputs, strict=True))
+
+    def _leaf(self, number: int) -> torch.Tensor:
+        tensor = self.env[number]
+        if number in self._made_outside and number in self._tracked and not tensor.requires_grad:
+            tensor = self.env[number] = self.leaves[number] = tensor.detach().requires_grad_()
+        return tensor
+
+    def backward_code(self, use: Application, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Run the recorded backward code of a Function on new gradients, and return those that it returns."""
+        values = self._stretch.program.values
+        env = dict(self.env)
+        for number, gradient in zip(use.given, given, strict=True):
+            if number is not None:
+                value = values[number]
+                zero = (
+                    torch.zeros(value.shape, dtype=value.dtype, device=value.device) if gradient is None else gradient
+                )
+                env[number] = zero
+        for node in self._stretch.program.nodes[use.first : use.last]:
+            if node.generator is not None:
+                self._generators.set(self._stretch.source(node), node.generator)
+            args = substitute(node.args, env.__getitem__, self._generators.of)
+            kwargs = substitute(node.kwargs, env.__getitem__, self._generators.of)
+            args, kwargs = self._types.before(node, args, kwargs)
+            change = self._changes.get(node.index)
+            made = (
+                node.target(*args, **kwargs)
+                if change is None
+                else change(node.target, named(node.target, args, kwargs))
+            )
+            kept = self._types.after(node, made)
+            flat = (kept,) if isinstance(kept, torch.Tensor) else tensors(kept)
+            env.update({n: t for n, t in zip(node.outputs, flat, strict=False) if n is not None and t is not None})
+        return [None if number is None else env[number] for number in use.returned]
+
     def _argument(self, number: int, tracking: Tracking, node: Node) -> torch.Tensor:
         """Return an argument as autograd knew it in the step."""
         tensor = self.env[number]
@@ -183,7 +231,49 @@ class Rerun:
             self.env[number] = tensor
 
 
-def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...]]:
+class _Recorded(torch.autograd.Function):
+    """What a Function of the step returned, with the backward code that was recorded of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rerun: Rerun, use: Application, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del inputs
+        ctx.rerun, ctx.use = rerun, use
+        ctx.set_materialize_grads(False)
+        return tuple([rerun.env[number].detach() for number in use.outputs if number is not None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+        places = iter(given)
+        gradients = [None if number is None else next(places) for number in ctx.use.outputs]
+        returned = ctx.rerun.backward_code(ctx.use, gradients)
+        wanted = [gradient for number, gradient in zip(ctx.use.inputs, returned, strict=True) if number is not None]
+        return None, None, *wanted
+
+
+def saved(program: Program) -> list[int]:
+    """Return the values of the forward pass that the recorded backward code of Functions reads."""
+    made = {number for node in program.nodes if node.phase is Phase.FORWARD for number in node.outputs}
+    nodes = [node for use in program.applications for node in program.nodes[use.first : use.last]]
+    read = {number for node in nodes for number in node.inputs()}
+    inputs = {number for use in program.applications for number in use.inputs if number is not None}
+    return sorted((read | inputs) & {number for number in made if number is not None})
+
+
+def _recorded_uses(stretch: Stretch) -> dict[int, list[Application]]:
+    """Return the uses of Functions whose backward code is known, by the call behind which all that they returned is there."""
+    makers = {number: node.index for node in reversed(stretch.nodes) for number in node.outputs if number is not None}
+    found: dict[int, list[Application]] = {}
+    for use in stretch.program.applications:
+        outputs = [number for number in use.outputs if number is not None]
+        if outputs and all(number in makers for number in outputs):
+            found.setdefault(max(makers[number] for number in outputs), []).append(use)
+    return found
+
+
+def _without_graph(
+    stretch: Stretch, applications: Mapping[int, Sequence[Application]]
+) -> tuple[set[int], set[int], tuple[str, ...]]:
     """Find calls that autograd did not see though it tracked what they made: inside of Functions and of scripted code, and views.
 
     Returns:
@@ -199,6 +289,12 @@ def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...
     wanted = {number for number in stretch.targets if program.values[number].function}
     leaves: set[int] = set()
     for node in reversed(stretch.nodes):
+        for use in applications.get(node.index, ()):
+            if wanted.intersection(use.outputs):
+                wanted.difference_update(use.outputs)
+                inputs = {given for given in use.inputs if given is not None}
+                wanted |= inputs
+                leaves |= inputs
         if any(node.tracked):
             uses = list(zip(node.inputs(), node.tracked, strict=False))
             wanted |= {number for number, tracking in uses if tracking is Tracking.GRAPH}
@@ -210,12 +306,8 @@ def _without_graph(stretch: Stretch) -> tuple[set[int], set[int], tuple[str, ...
             wanted.update(node.inputs())
     leaves |= {p.value for p in program.placeholders if p.phase is Phase.PARAMETER and p.value in wanted}
     names = {program.values[n].function for n in wanted if n in makers and makers[n].index in within} - {""}
-    custom = sorted(name.removesuffix("Backward") for name in names if name not in _RECOMPUTING)
+    custom = sorted(name.removesuffix("Backward") for name in names if name not in RECOMPUTING)
     return within, leaves, tuple(custom)
-
-
-_RECOMPUTING = {"CheckpointFunctionBackward"}
-"""Functions of torch whose backward pass is autograd's own for the calls of their forward pass."""
 
 
 def _materialised(node: Node, stretch: Stretch) -> Iterator[int]:

@@ -22,6 +22,8 @@ key          content
              tensor of the manifest's `generators`, memory a tensor. Tracked says for each tensor argument whether autograd did
              not track it (0), tracked it (1), or knew it as a leaf (2). Defaults: null, and 0, 0, null, null, {}, [], null,
              null, [] from flags on
+`functions`  one record a use of a Python autograd Function: `[autograd index, inputs, outputs, given, returned, first, last]`, the
+             fields of `bisect_nan.program.Application`: four lists of value numbers, with null for none, and two node numbers
 ===========  ===============================================================================================================
 
 How arguments are written says `bisect_nan.arguments`.
@@ -38,7 +40,7 @@ from bisect_nan.arguments import constant, device, read_argument, write_argument
 from bisect_nan.errors import SnapshotError
 from bisect_nan.finding import Phase, SourceLine
 from bisect_nan.operators import resolve
-from bisect_nan.program import NO_STORAGE, Node, Tracking, Value
+from bisect_nan.program import NO_STORAGE, Application, Node, Program, Tracking, Value
 from bisect_nan.strict_json import checked_text, clean, count, fields, items, number, within, wrong
 
 Encode = Callable[[torch.Tensor], Any]
@@ -50,11 +52,12 @@ _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _GRAD, _RANDOM = 4, 8
 _CONJ, _NEG = 1, 2
 
-_KEYS = ("ops", "dtypes", "devices", "modules", "autograd", "lines", "values", "nodes")
+_KEYS = ("ops", "dtypes", "devices", "modules", "autograd", "lines", "values", "nodes", "functions")
 _VALUE: tuple[Any, ...] = (None, None, None, None, None, 0, 0, None)
 _NODE: tuple[Any, ...] = (None, None, None, None, None, 0, 0, None, None, {}, [], None, None, [])
 """Records with the defaults of their trailing fields; the first four always stand."""
 _ALWAYS = 4
+_USE = 7
 
 
 class _Table:
@@ -73,12 +76,11 @@ class _Table:
 # --- writing ----------------------------------------------------------------------------------------------------------------
 
 
-def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, memory: Encode) -> dict[str, Any]:
-    """Return the JSON form of a program's values and nodes.
+def encode(program: Program, generator: Encode, memory: Encode) -> dict[str, Any]:
+    """Return the JSON form of a program's values and calls.
 
     Args:
-        values: The values.
-        nodes: The calls.
+        program: The program.
         generator: Takes a generator's state.
         memory: Takes what uninitialised memory held.
 
@@ -88,7 +90,7 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
     ops, dtypes, devices, autograd, lines = _Table(), _Table(), _Table(), _Table(), _Table()
     modules = _Table([""])
     value_records = []
-    for value in values:
+    for value in program.values:
         flags = value.conj * _CONJ + value.neg * _NEG
         kind = [value.storage, dtypes[value.dtype], devices[value.device]]
         function = autograd[value.function] if value.function else None
@@ -96,7 +98,7 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
             _trimmed([*kind, list(value.shape), _stride(value), value.offset, flags, function], _VALUE)
         )
     records = []
-    for node in nodes:
+    for node in program.nodes:
         place = f"node {node.index} ({node.target})"
         record = [
             ops[str(node.target)],
@@ -115,6 +117,10 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
             list(map(int, node.tracked)),
         ]
         records.append(_trimmed(record, _NODE))
+    functions = [
+        [autograd[use.name], *map(list, (use.inputs, use.outputs, use.given, use.returned)), use.first, use.last]
+        for use in program.applications
+    ]
     for name in ops:
         resolve(name)
     return {
@@ -126,6 +132,7 @@ def encode(values: Sequence[Value], nodes: Sequence[Node], generator: Encode, me
         "lines": [[clean(line.file), line.line, clean(line.function), clean(line.text)] for line in lines],
         "values": value_records,
         "nodes": records,
+        "functions": functions,
     }
 
 
@@ -152,8 +159,10 @@ def _trimmed(record: list[Any], defaults: tuple[Any, ...]) -> list[Any]:
 # --- reading ----------------------------------------------------------------------------------------------------------------
 
 
-def decode(data: Any, generator: Decode, memory: Decode) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
-    """Read the values and nodes of a program back. Types are checked here, what they mean in `bisect_nan.checks`.
+def decode(
+    data: Any, generator: Decode, memory: Decode
+) -> tuple[tuple[Value, ...], tuple[Node, ...], tuple[Application, ...]]:
+    """Read the values, nodes and uses of Functions of a program back. Types are checked here, what they mean in `bisect_nan.checks`.
 
     Raises:
         SnapshotError: Something has the wrong type, points outside of its table, or names what does not exist.
@@ -161,7 +170,8 @@ def decode(data: Any, generator: Decode, memory: Decode) -> tuple[tuple[Value, .
     reader = _Decoder(fields(data, "program", _KEYS), generator, memory)
     reader.values = _each("value", reader.value, items(data["values"], "program, values"))
     nodes = _each("node", reader.node, items(data["nodes"], "program, nodes"))
-    return tuple(reader.values), tuple(nodes)
+    uses = _each("function", reader.application, items(data["functions"], "program, functions"))
+    return tuple(reader.values), tuple(nodes), tuple(uses)
 
 
 def _each(what: str, read: Callable[[int, Any], Any], records: list[Any]) -> list[Any]:
@@ -237,6 +247,24 @@ class _Decoder:
             generator=None if state is None else self._generator(state, "generator"),
             memory=None if held is None else self._memory(held, "memory"),
         )
+
+    def application(self, _: int, item: Any) -> Application:
+        record = items(item, "record")
+        if len(record) != _USE:
+            raise wrong("record", record, f"{_USE} items")
+        name, inputs, outputs, given, returned, first, last = record
+        return Application(
+            self._autograd[count(name, "autograd", len(self._autograd))],
+            self._optional(inputs, "inputs"),
+            self._optional(outputs, "outputs"),
+            self._optional(given, "given"),
+            self._optional(returned, "returned"),
+            count(first, "first"),
+            count(last, "last"),
+        )
+
+    def _optional(self, numbers: Any, place: str) -> tuple[int | None, ...]:
+        return tuple([None if n is None else count(n, place, len(self.values)) for n in items(numbers, place)])
 
 
 _ARGUMENTS = tuple([f"argument {place}" for place in range(64)])

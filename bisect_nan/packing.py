@@ -70,7 +70,7 @@ def pack(content: Content) -> tuple[dict[str, Any], dict[str, torch.UntypedStora
     def memory(tensor: torch.Tensor) -> Any:
         return storages.write_tensor(tensor, f"memory.{len(entries)}", entries)
 
-    calls = encoding.encode(program.values, program.nodes, generator, memory)
+    calls = encoding.encode(program, generator, memory)
     check(program, {number: storage.nbytes() for number, storage in held.items()})
     observed, symptom = None, None
     if content.observed is not None:
@@ -145,14 +145,14 @@ def unpack(manifest: Manifest, reader: storages.Reader) -> Content:
     def generator(index: Any, place: str) -> torch.Tensor:
         return states[count(index, place, len(states))]
 
-    values, nodes = encoding.decode(data["program"], generator, reader.tensor)
+    values, nodes, uses = encoding.decode(data["program"], generator, reader.tensor)
     if len(nodes) != manifest.nodes:
         raise wrong("nodes", manifest.nodes, f"{len(nodes)}, as the program has")
     placeholders = tuple(
         Placeholder(item["value"], Phase(item["phase"]), item["name"], item["constant"])
         for item in manifest.placeholders
     )
-    program = Program(values, placeholders, nodes, _targets(data["targets"]))
+    program = Program(values, placeholders, nodes, _targets(data["targets"]), uses)
     memories = _memories(data["storages"], reader)
     check(program, {number: storage.nbytes() for number, storage in memories.items()})
     tensors = {}

@@ -182,6 +182,29 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class Application:
+    """One use of a Python autograd Function: its backward code is part of the recorded backward pass.
+
+    Attributes:
+        name: Name of its autograd node (`MyFunctionBackward`).
+        inputs: Value numbers of the tensors that it returns gradients for, by position; None for all else.
+        outputs: Value numbers of what it returned, by position; None for what autograd does not track.
+        given: Value numbers of the gradients that its backward code was given, by position of the outputs; None for none.
+        returned: Value numbers of the gradients that it returned, by position of the inputs; None for none.
+        first: Index of the first call of its backward code.
+        last: Index of the call behind its last one.
+    """
+
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    given: tuple[int | None, ...]
+    returned: tuple[int | None, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A step as executed: placeholders, then calls in execution order, forward, backward and optimizer.
 
@@ -190,12 +213,14 @@ class Program:
         placeholders: Values that the step did not make itself.
         nodes: The calls; `nodes[i].index == i`.
         targets: What the step is judged by.
+        applications: The uses of Python autograd Functions whose backward code was recorded.
     """
 
     values: Sequence[Value]
     placeholders: Sequence[Placeholder]
     nodes: Sequence[Node]
     targets: Targets
+    applications: Sequence[Application] = ()
 
     def memory(self, number: int) -> int:
         """Return the number of the memory that a value lives in; one without a storage has a memory of its own, numbered below -1."""

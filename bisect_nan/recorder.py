@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
+from bisect_nan.applications import Applications, is_python
 from bisect_nan.calls import Call, Effects, tracking
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.frontiers import Frontiers
 from bisect_nan.generators import Draws
 from bisect_nan.lines import Lines
-from bisect_nan.program import Program, Ref, Targets, tensors
+from bisect_nan.program import Program, Ref, Targets, Tracking, tensors
 from bisect_nan.traits import Traits
 from bisect_nan.uninitialized import Uninitialized
 from bisect_nan.values import Values, require_plain
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._threads: dict[int, int] = {}  # thread -> the newest of its autograd nodes that is known
         self._known, self._shown = self.values.known, self.values.shown
         self._without_graph: set[int] = set()  # values made while gradients were not enabled
+        self.applications = Applications(self.values, self.calls)
         self._draws = Draws()
         self.frontiers = Frontiers(self.values, active=frontiers)
         self._lines = Lines()
@@ -101,8 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
         tracked = tracking([*args, *kwargs.values()]) if torch.is_grad_enabled() else ()
-        if tracked and self._without_graph:
-            self._note_functions([*args, *kwargs.values()])
+        self._watch_functions([*args, *kwargs.values()], tracked)
         (autograd, derived), made_for = self._running_derivative(), (_thread(), _next_sequence() - 1)
 
         start = _clock()
@@ -174,12 +175,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._without_graph.update([number for number in outputs if number is not None])
         self.calls.append(Call(target, args, kwargs, outputs, effects, self.phase, module, source, grad))
 
-    def _note_functions(self, items: list[Any]) -> None:
-        """Note which tracked arguments were returned by Python autograd Functions, whose own calls autograd does not see."""
-        for number, tensor in self._paired(items):
+    def _watch_functions(self, items: list[Any], tracked: tuple[Tracking, ...]) -> None:
+        """Follow tensors into Python autograd Functions, whose own calls autograd does not see, and out of them."""
+        if self.phase is Phase.FORWARD and not torch.is_grad_enabled():
+            self.applications.seen(self._paired(items))
+        for number, tensor in self._paired(items) if tracked and self._without_graph else ():
             function: Any = tensor.grad_fn
-            if number in self._without_graph and isinstance(function, torch.autograd.function.BackwardCFunction):
-                self.values.functions.setdefault(number, type(function).__name__)
+            if number in self._without_graph and is_python(function):
+                self.values.functions.setdefault(number, self.applications.met(function, tensor.output_nr, number))
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder.
@@ -190,7 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         require_plain(tensor, "a result of the step")
         number = self._reference(tensor).value
         self._uninitialized.used([(number, tensor)], ())
-        self._note_functions([tensor])
+        self._watch_functions([tensor], (Tracking.GRAPH,))
         return number
 
     def restore(self) -> None:
@@ -202,7 +205,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         """Return the program of everything recorded so far."""
         storages, kept = self.values.storages, self._uninitialized.kept
         nodes = tuple([call.node(index, storages, kept.get(index)) for index, call in enumerate(self.calls)])
-        return Program(self.values.all(), tuple(self.values.placeholders), nodes, targets)
+        values = self.values
+        return Program(values.all(), tuple(values.placeholders), nodes, targets, self.applications.finished())
 
     # --- arguments and results --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Change, Rerun, Several, Types
+from bisect_nan.differentiable import Change, Rerun, Several, Types, saved
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase, Remedy
 from bisect_nan.program import named, substitute, tensors
@@ -145,7 +145,7 @@ class Trial:
         """Execute the forward pass under autograd, then the backward pass that follows from it."""
         targets = self._program.targets
         assert targets.loss is not None
-        wanted = [targets.loss, *targets.buffers.values()]
+        wanted = [targets.loss, *targets.buffers.values(), *saved(self._program)]
         stretch = Stretch(self._program, self._forward(wanted), wanted)
         rerun = Rerun(stretch, placeholders, changes, types)
         rerun.forward()

@@ -6,7 +6,7 @@ LAYERS = {
     "What can go wrong, and what is found": "errors finite norms finding strict_json",
     "Search": "search",
     "A recorded step": "program traits generators binding lines calls values frontiers uninitialized",
-    "Recording": "recorder state setting capture live",
+    "Recording": "applications recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     "Running a step again": "dependence stretch bounds replay differentiable stability neutral influence intent blame reproduce runner",
     "Who is to blame": "trace hidden confirm samples inquest trend scaling",

@@ -11,14 +11,14 @@ from torch import nn
 
 from bisect_nan.capture import Recording, record
 from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Rerun, Types
+from bisect_nan.differentiable import Rerun, Types, saved
 from bisect_nan.finding import Phase
 from bisect_nan.finite import same
 from bisect_nan.program import Node
 from bisect_nan.replay import Run, own_generator
 from bisect_nan.stretch import Stretch
 
-CUSTOM = {"custom_function", "hooks_that_change_gradients"}
+CUSTOM = {"hooks_that_change_gradients"}
 """Steps whose backward pass is not what autograd derives from their calls."""
 
 
@@ -26,9 +26,12 @@ def rerun_of(recording: Recording, types: Types | None = None) -> Rerun:
     """Return a run of all calls that the loss needs."""
     loss = recording.program.targets.loss
     assert loss is not None
-    calls = Dependence(recording.program).slice([loss])
+    wanted = [loss, *saved(recording.program)]
+    calls = [
+        i for i in Dependence(recording.program).slice(wanted) if recording.program.nodes[i].phase is Phase.FORWARD
+    ]
     with own_generator():
-        rerun = Rerun(Stretch(recording.program, calls, [loss]), recording.tensors, types=types)
+        rerun = Rerun(Stretch(recording.program, calls, wanted), recording.tensors, types=types)
         rerun.forward()
     return rerun
 
@@ -71,9 +74,11 @@ def test_loss_and_gradients_are_those_of_the_step(name: str) -> None:
         assert all(same(expected[parameter], by_name[parameter]) for parameter in set(expected) & set(by_name))
 
 
-def test_a_custom_function_is_named() -> None:
-    """Autograd derives its forward calls instead of running its own backward code, and the run says so."""
-    assert rerun_of(record(*STEPS["custom_function"]())).derived
+def test_a_custom_function_keeps_its_backward_code() -> None:
+    """It is run as recorded; where it was not, autograd derives the forward calls in its stead, and the run says so."""
+    model, batch, step = STEPS["custom_function"]()
+    assert not rerun_of(record(model, batch, step)).derived
+    assert rerun_of(record(model, batch, step, backward=False)).derived
     assert not rerun_of(record(*STEPS["reentrant_checkpointing"]())).derived
 
 
