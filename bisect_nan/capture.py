@@ -85,7 +85,7 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
             eager(),
             old_objects_left_alone(),
             module_paths(model, recorder.modules),
-            hooks_noticed(leaves.values()) as hooks,
+            hooks_noticed(model, leaves.values()) as hooks,
         ):
             return _run(recorder, model, functools.partial(step, model, batch), leaves, hooks, backward=backward)
     finally:
@@ -145,7 +145,7 @@ def _run(
     model: Any,
     step: Callable[[], Any],
     leaves: Mapping[str, torch.Tensor],
-    hooks: Sequence[torch.Tensor],
+    hooks: Sequence[object],
     *,
     backward: bool,
 ) -> Recording:
@@ -154,6 +154,7 @@ def _run(
         loss = scalar_loss(step())
     number = recorder.number(loss)
     targets, kind = Targets(number), "loss"
+    left = [leaf for leaf in leaves.values() if leaf.grad is not None]  # gradients that the step itself made
     found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
     if found and backward and loss.requires_grad and recorder.applications:
         _record_backward_code(recorder, loss)
@@ -172,7 +173,7 @@ def _run(
             number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
         )
         kind, found = "buffer", _spoiled(recorder, written)
-    program = recorder.finish(replace(targets, hooked=bool(hooks)))
+    program = recorder.finish(replace(targets, hooked=bool(hooks or left or recorder.unfollowed)))
     observed = _observed(program, kind, found)
     frontiers = () if observed is None else recorder.frontiers.of(program)
     return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)

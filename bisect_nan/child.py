@@ -27,6 +27,9 @@ CAPTURED = "captured.safetensors"
 
 _ENDED_ON_PURPOSE = frozenset({signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)})
 
+QUIET = "ignore:Failed to initialize NumPy:UserWarning"
+"""torch warns so when it is imported where NumPy is not installed, which nothing here needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -115,7 +118,7 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
         KeyboardInterrupt: Ctrl-C was pressed, or this process was told to terminate; the child has been killed.
     """
     # -P: a stranger's crash file may lie in a folder with a `json.py` beside it, which must not be imported.
-    command = [sys.executable, "-P", "-m", "bisect_nan.worker", request.to_json()]
+    command = [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan.worker", request.to_json()]
     with _interrupt_ignored():  # The child inherits this: Ctrl-C reaches only this process, which then kills the child.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
     stage, node, answer = "", -1, None

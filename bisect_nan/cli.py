@@ -10,6 +10,7 @@ import enum
 import importlib.metadata
 import sys
 import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -52,6 +53,7 @@ class Search(enum.StrEnum):
 
 def main() -> None:
     """Run the command line; the entry point of `bisect-nan`."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     app()
 
 

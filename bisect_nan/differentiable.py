@@ -9,18 +9,17 @@ run says so (`Rerun.derived`). Hooks do not run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from bisect_nan.applications import RECOMPUTING
 from bisect_nan.errors import ReplayError
-from bisect_nan.finding import Phase
 from bisect_nan.generators import GeneratorStates
-from bisect_nan.program import Application, Arguments, Node, Program, Tracking, named, substitute, tensors
+from bisect_nan.program import Application, Arguments, Node, Tracking, named, substitute, tensors
 from bisect_nan.stretch import Env, Stretch
+from bisect_nan.tracking import materialised, recorded_uses, without_graph
 
 Change = Callable[[torch._ops.OpOverload, Arguments], Any]
 """Runs in the place of a call and returns what the call would return; must not write to the arguments unless the call does."""
@@ -72,6 +71,8 @@ class Rerun:
     Attributes:
         env: The values alive now.
         leaves: The tensors that gradients are left in, by value number.
+        changed: The calls that were changed.
+        moved: Whether a change moved a healthy result of a call.
         derived: Names of custom autograd Functions whose own backward code was not run: autograd derived their forward calls.
     """
 
@@ -81,6 +82,7 @@ class Rerun:
         placeholders: Mapping[int, torch.Tensor],
         changes: Mapping[int, Change] | None = None,
         types: Types | None = None,
+        careful: Collection[int] = (),
     ) -> None:
         """Prepare.
 
@@ -89,15 +91,17 @@ class Rerun:
             placeholders: The tensors from outside, by value number; they are not written to.
             changes: By program index: what runs in the place of a call.
             types: In which element types the calls run; as recorded when not given.
+            careful: Changed calls whose healthy results are compared with those of the call itself.
         """
+        self._careful, self.moved, self.changed = careful, False, set(changes or {})
         self._stretch, self._changes, self._types = stretch, changes or {}, types or Types()
         placeholders = {n: self._types.placeholder(tensor.detach()) for n, tensor in placeholders.items()}
         self.env: Env = stretch.own(placeholders, 0)
         self.leaves: Env = {}
         self._made_outside = set(self.env)
-        self._uses = _recorded_uses(stretch)
-        self._within, self._tracked, self.derived = _without_graph(stretch, self._uses)
-        self._materialised = {number for node in stretch.nodes for number in _materialised(node, stretch)}
+        self._uses = recorded_uses(stretch)
+        self._within, self._tracked, self.derived = without_graph(stretch, self._uses)
+        self._materialised = {number for node in stretch.nodes for number in materialised(node, stretch)}
         self._generators = GeneratorStates({})
 
     def forward(self) -> None:
@@ -156,10 +160,19 @@ class Rerun:
         kwargs = substitute(node.kwargs, take, self._generators.of)
         args, kwargs = self._types.before(node, args, kwargs)
         change = self._changes.get(node.index)
-        result = (
-            node.target(*args, **kwargs) if change is None else change(node.target, named(node.target, args, kwargs))
-        )
+        if change is None:
+            return self._types.after(node, node.target(*args, **kwargs))
+        before = self._plainly(node, args, kwargs) if node.index in self._careful and not node.random else None
+        result = change(node.target, named(node.target, args, kwargs))
+        if before is not None and isinstance(result, torch.Tensor) and not stays(result.detach(), before):
+            self.moved = True
         return self._types.after(node, result)
+
+    def _plainly(self, node: Node, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Run a call as it is, on copies, and return its first result."""
+        with torch.no_grad():
+            made = node.target(*_copied(args), **_copied(kwargs))
+        return made if isinstance(made, torch.Tensor) else None
 
     def _connect(self, use: Application) -> None:
         """Give what a Function returned its own backward code again."""
@@ -231,6 +244,31 @@ class Rerun:
             self.env[number] = tensor
 
 
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far a remedy may move healthy results of a call, relative to themselves; `_TOLERANCE` in other types."""
+_TOLERANCE = 1e-3
+
+
+def stays(after: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether the healthy elements of a result are as they were, within the tolerance of their type."""
+    if not (before.is_floating_point() or before.is_complex()) or before.layout is not torch.strided:
+        return True
+    healthy = before.abs() < torch.finfo(before.dtype).max ** 0.4  # beyond, it is part of an overflow
+    if not bool(healthy.any()):
+        return True
+    tolerance = TOLERANCE.get(before.dtype, _TOLERANCE)
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    return torch.allclose(after[healthy].to(wide), before[healthy].to(wide), rtol=tolerance, atol=tolerance * 1e-3)
+
+
+def _copied(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone()
+    if isinstance(item, list | tuple):
+        return type(item)([_copied(part) for part in item])
+    return {key: _copied(part) for key, part in item.items()} if isinstance(item, Mapping) else item
+
+
 class _Recorded(torch.autograd.Function):
     """What a Function of the step returned, with the backward code that was recorded of it."""
 
@@ -249,69 +287,3 @@ class _Recorded(torch.autograd.Function):
         returned = ctx.rerun.backward_code(ctx.use, gradients)
         wanted = [gradient for number, gradient in zip(ctx.use.inputs, returned, strict=True) if number is not None]
         return None, None, *wanted
-
-
-def saved(program: Program) -> list[int]:
-    """Return the values of the forward pass that the recorded backward code of Functions reads."""
-    made = {number for node in program.nodes if node.phase is Phase.FORWARD for number in node.outputs}
-    nodes = [node for use in program.applications for node in program.nodes[use.first : use.last]]
-    read = {number for node in nodes for number in node.inputs()}
-    inputs = {number for use in program.applications for number in use.inputs if number is not None}
-    return sorted((read | inputs) & {number for number in made if number is not None})
-
-
-def _recorded_uses(stretch: Stretch) -> dict[int, list[Application]]:
-    """Return the uses of Functions whose backward code is known, by the call behind which all that they returned is there."""
-    makers = {number: node.index for node in reversed(stretch.nodes) for number in node.outputs if number is not None}
-    found: dict[int, list[Application]] = {}
-    for use in stretch.program.applications:
-        outputs = [number for number in use.outputs if number is not None]
-        if outputs and all(number in makers for number in outputs):
-            found.setdefault(max(makers[number] for number in outputs), []).append(use)
-    return found
-
-
-def _without_graph(
-    stretch: Stretch, applications: Mapping[int, Sequence[Application]]
-) -> tuple[set[int], set[int], tuple[str, ...]]:
-    """Find calls that autograd did not see though it tracked what they made: inside of Functions and of scripted code, and views.
-
-    Returns:
-        The calls; the placeholders that gradients are left in; the names of the custom Functions among them.
-    """
-    program = stretch.program
-    makers: dict[int, Node] = {}
-    for node in stretch.nodes:
-        for number in node.outputs:
-            if number is not None:
-                makers.setdefault(number, node)
-    within: set[int] = set()
-    wanted = {number for number in stretch.targets if program.values[number].function}
-    leaves: set[int] = set()
-    for node in reversed(stretch.nodes):
-        for use in applications.get(node.index, ()):
-            if wanted.intersection(use.outputs):
-                wanted.difference_update(use.outputs)
-                inputs = {given for given in use.inputs if given is not None}
-                wanted |= inputs
-                leaves |= inputs
-        if any(node.tracked):
-            uses = list(zip(node.inputs(), node.tracked, strict=False))
-            wanted |= {number for number, tracking in uses if tracking is Tracking.GRAPH}
-            leaves |= {number for number, tracking in uses if tracking is Tracking.LEAF}
-            continue
-        made = [n for n in [*node.outputs, *node.written] if n in wanted and n in makers and not any(makers[n].tracked)]
-        if made:
-            within.add(node.index)
-            wanted.update(node.inputs())
-    leaves |= {p.value for p in program.placeholders if p.phase is Phase.PARAMETER and p.value in wanted}
-    names = {program.values[n].function for n in wanted if n in makers and makers[n].index in within} - {""}
-    custom = sorted(name.removesuffix("Backward") for name in names if name not in RECOMPUTING)
-    return within, leaves, tuple(custom)
-
-
-def _materialised(node: Node, stretch: Stretch) -> Iterator[int]:
-    """Yield the values that torch made of lazily conjugated or negated views below autograd, which knows only the views."""
-    values = stretch.program.values
-    if node.target is torch.ops.aten.clone.default and any(values[n].conj or values[n].neg for n in node.inputs()):
-        yield from (number for number in node.outputs if number is not None)

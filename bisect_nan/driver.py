@@ -279,7 +279,7 @@ class _Case:
             replays=self.replays,
             replayed=self.stretch.executed - self.executed,
             seconds=self.seconds,
-            cuts=tuple(self.cuts),
+            cuts=tuple([(self.stretch.nodes[cut - 1].index + 1 if cut else 0, answer) for cut, answer in self.cuts]),
         )
         return Finding(
             verdict=verdict,

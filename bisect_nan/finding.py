@@ -193,7 +193,7 @@ class SearchCost:
         replays: Runs besides the search: reproducing the symptom, and each intervention.
         replayed: Nodes executed in those runs.
         seconds: Wall time by stage (`replay`, `search`, `confirm`, `explain`), and `total`.
-        cuts: The probed cuts and what was found there, in order (`clean`, `dirty`, `unknown`).
+        cuts: The probed cuts, by the node behind each, and what was found there (`clean`, `dirty`, `unknown`), in order.
     """
 
     nodes: int = 0

@@ -159,7 +159,7 @@ class Targets:
         buffers: Value numbers of the buffers that the step wrote to.
         parameters: Value numbers of the parameters that the optimizer's step wrote to.
         optimizer: Value numbers of the optimizer's own tensors after its step.
-        hooked: Whether gradients of the step pass through hooks, of parameters or registered by the step.
+        hooked: Whether gradients of the step pass through hooks, or through Python code that no recorded call tells of.
     """
 
     loss: int | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
-from bisect_nan.applications import Applications, is_python
+from bisect_nan.applications import RECOMPUTING, Applications, is_python
 from bisect_nan.calls import Call, Effects, tracking
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
@@ -31,6 +31,7 @@ _PLAIN = frozenset(
 )
 """Types of arguments that hold neither tensors nor generators."""
 
+_READ = torch.ops.aten._local_scalar_dense.default  # makes no value, but what Python does then may depend on the number
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 # torch 2.6 to 2.13: the number of the autograd node that will be made next
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -47,6 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         values: The tensors met so far.
         frontiers: What was alive on the way.
         calls: The calls so far.
+        unfollowed: Whether gradients pass through a Python autograd Function whose result no call made.
     """
 
     supports_higher_order_operators = True
@@ -64,12 +66,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.calls: list[Call] = []
         self._traits: dict[Any, Traits] = {}
         self._uninitialized = Uninitialized(self.values)
-        self._forwards: dict[
-            tuple[int, int], int
-        ] = {}  # thread and number of an autograd node -> call that it differentiates
+        # thread and number of an autograd node -> call that it differentiates
+        self._forwards: dict[tuple[int, int], int] = {}
         self._threads: dict[int, int] = {}  # thread -> the newest of its autograd nodes that is known
         self._known, self._shown = self.values.known, self.values.shown
         self._without_graph: set[int] = set()  # values made while gradients were not enabled
+        self.unfollowed = False
         self.applications = Applications(self.values, self.calls)
         self._draws = Draws()
         self.frontiers = Frontiers(self.values, active=frontiers)
@@ -115,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         values, index = self.values, len(self.calls)
         known = len(values.storages)
         outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
-        if written or len(values.storages) > known:
+        if written or len(values.storages) > known or func is _READ:
             self._remember_forward(made_for, index)
             effects = Effects(written, autograd, derived, cost, tracked, traits.random, state)
             self._write_down(func, node_args, node_kwargs, outputs, effects)
@@ -126,9 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
             if self.frontiers.made(known):
                 self.frontiers.keep(len(self.calls), self._draws.states())
-        elif (
-            outputs and outputs[0] is not None
-        ):  # made nothing: its derivative, if any, belongs to what made its result
+        elif outputs and outputs[0] is not None:  # made nothing: its derivative belongs to what made its result
             maker = values.makers[outputs[0]]
             self._remember_forward(made_for, maker if maker >= 0 else derived)
         return result
@@ -167,22 +167,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         outputs: tuple[int | None, ...],
         effects: Effects = _NOTHING_ELSE,
     ) -> None:
-        module = self.modules[-1] if self.modules else ""
-        if not module and effects.derived >= 0:
-            module = self.calls[effects.derived].module
+        inherited = self.calls[effects.derived].module if effects.derived >= 0 else ""
+        module = (self.modules[-1] if self.modules else "") or inherited
         source, grad = self._lines.caller(), torch.is_grad_enabled()
         if not grad and self.phase is Phase.FORWARD:
             self._without_graph.update([number for number in outputs if number is not None])
         self.calls.append(Call(target, args, kwargs, outputs, effects, self.phase, module, source, grad))
 
     def _watch_functions(self, items: list[Any], tracked: tuple[Tracking, ...]) -> None:
-        """Follow tensors into Python autograd Functions, whose own calls autograd does not see, and out of them."""
+        """Follow tensors into Python autograd Functions, and out of them."""
         if self.phase is Phase.FORWARD and not torch.is_grad_enabled():
             self.applications.seen(self._paired(items))
-        for number, tensor in self._paired(items) if tracked and self._without_graph else ():
+        for number, tensor in self._paired(items) if tracked else ():
             function: Any = tensor.grad_fn
             if number in self._without_graph and is_python(function):
                 self.values.functions.setdefault(number, self.applications.met(function, tensor.output_nr, number))
+            elif is_python(function) and type(function).__name__ not in RECOMPUTING:
+                self.unfollowed = True
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the value number of a tensor that the step ends with; one that no call has shown becomes a placeholder.

@@ -81,21 +81,33 @@ def eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooks_noticed(leaves: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Collect the tensors whose gradients hooks can change: leaves that have some, and whatever registers one meanwhile."""
-    marks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    hooked = [leaf for leaf in leaves if any(getattr(leaf, mark, None) for mark in marks)]
-    register = torch.Tensor.register_hook
+def hooks_noticed(model: Any, leaves: Iterable[torch.Tensor]) -> Iterator[list[object]]:
+    """Collect what hooks can change gradients at: leaves and modules that have some, and whatever registers one meanwhile.
 
-    def noticed(tensor: torch.Tensor, hook: Any) -> Any:
+    Hooks on saved tensors count as well, those of torch's checkpoints left out.
+    """
+    marks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
+    parts = [*leaves, *(model.modules() if isinstance(model, nn.Module) else ())]
+    hooked: list[object] = [part for part in parts if any(getattr(part, mark, None) for mark in marks)]
+    register, saving = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks
+    enter = saving.__enter__
+
+    def registered(tensor: torch.Tensor, hook: Any) -> Any:
         hooked.append(tensor)
         return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-    torch.Tensor.register_hook = noticed  # type: ignore[method-assign]
+    def entered(context: Any) -> Any:
+        if not type(context).__module__.startswith("torch.utils.checkpoint"):
+            hooked.append(context)
+        return enter(context)
+
+    torch.Tensor.register_hook = registered  # type: ignore[method-assign]
+    saving.__enter__ = entered  # type: ignore[method-assign]
     try:
         yield hooked
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        saving.__enter__ = enter  # type: ignore[method-assign]
 
 
 def is_compiled(model: Any) -> bool:

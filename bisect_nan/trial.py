@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bisect_nan import finite
 from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Change, Rerun, Several, Types, saved
+from bisect_nan.differentiable import Change, Rerun, Several, Types
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase, Remedy
+from bisect_nan.norms import norms
 from bisect_nan.program import named, substitute, tensors
 from bisect_nan.remedies import Proposal, Site, proposals
 from bisect_nan.remedies.alone import helps
@@ -21,9 +22,13 @@ from bisect_nan.remedies.wording import line_to_write
 from bisect_nan.replay import Edit, Executed, Run
 from bisect_nan.snapshot import Snapshot
 from bisect_nan.stretch import Env, Stretch
+from bisect_nan.tracking import saved
 
 EXECUTIONS = 2
 """Executions of the step that each culprit may cost."""
+
+_READS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"}
+"""Calls that hand a number to Python."""
 
 _CANDIDATES = 20
 """Proposals that are looked at for one culprit."""
@@ -98,7 +103,11 @@ class Trial:
         if proposal is None:
             return None
         text, code, source = line_to_write(site, proposal)
-        return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, outcome.text, source)
+        lines = {_line(other) for other in self._sites if other.culprit.source == site.culprit.source}
+        if code and len(lines) > 1:  # another change is one to the same line
+            text, code, source = f"{text}: {proposal.wrap.replace('{x}', 'x')}", "", None
+        together = "with the changes to all lines: " if len(self._lines()) > 1 else ""
+        return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, f"{together}{outcome.text}", source)
 
     # --- what is worth an execution -----------------------------------------------------------------------------------------
 
@@ -121,6 +130,7 @@ class Trial:
     def _execute(self, picked: Sequence[Proposal]) -> Outcome:
         self.executions += 1
         changes = {node: change for proposal in picked for node, change in proposal.changes.items()}
+        careful = {node for proposal in picked if proposal.local and not proposal.moves for node in proposal.changes}
         placeholders = {**self._tensors, **{n: t for proposal in picked for n, t in proposal.placeholders.items()}}
         types = Several([proposal.types for proposal in picked if proposal.types is not None])
         scale = min([proposal.scale for proposal in picked], default=1.0)
@@ -129,7 +139,7 @@ class Trial:
                 return self._update(changes, placeholders, types)
             if any(site.node is not None and site.node.phase is Phase.BACKWARD for site in self._sites):
                 return self._recorded(changes, placeholders)
-            return self._step(changes, placeholders, types, scale)
+            return self._step(changes, placeholders, types, scale, careful)
         except ReplayError as problem:
             return Outcome(finite=False, loss=None, text=problem.got)
         except torch.OutOfMemoryError:
@@ -141,23 +151,29 @@ class Trial:
                 finite=False, loss=None, text=f"autograd cannot derive the changed step: {problem}".splitlines()[0]
             )
 
-    def _step(self, changes: Mapping[int, Change], placeholders: Env, types: Types, scale: float) -> Outcome:
+    def _step(
+        self, changes: Mapping[int, Change], placeholders: Env, types: Types, scale: float, careful: Collection[int]
+    ) -> Outcome:
         """Execute the forward pass under autograd, then the backward pass that follows from it."""
         targets = self._program.targets
         assert targets.loss is not None
         wanted = [targets.loss, *targets.buffers.values(), *saved(self._program)]
         stretch = Stretch(self._program, self._forward(wanted), wanted)
-        rerun = Rerun(stretch, placeholders, changes, types)
+        rerun = Rerun(stretch, placeholders, changes, types, careful)
         rerun.forward()
         loss = rerun.env[targets.loss]
         value = float(loss.detach().to(self._program.values[targets.loss].dtype))
         if not math.isfinite(value):
             return Outcome(finite=False, loss=value, text=f"the loss is still {value:g}")
         gradients = self._named(rerun.gradients(loss, scale))
+        if scale != 1:  # they are scaled back before the update
+            gradients = {name: (gradient / scale) for name, gradient in gradients.items()}
         problem = self._problem(gradients, rerun)
         if problem:
             return Outcome(finite=False, loss=value, text=f"the loss is {value:.6g}, but {problem}")
         seen = f"loss {value:.6g}, all {len(gradients)} gradients finite"
+        if gradients:
+            seen += f" (norm {norms(gradients.values())[0]:.3g})"
         doubt = self._doubt(rerun)
         return Outcome(finite=not doubt, loss=value, text=f"{seen}, {doubt}" if doubt else seen)
 
@@ -167,6 +183,8 @@ class Trial:
         bad = [name for name, gradient in gradients.items() if finite.probe([gradient])]
         if bad:
             return f"the gradient of {bad[0]} is non-finite"
+        if rerun.moved:
+            return "the change moves healthy results of other calls of the line"
         spoiled = [name for name, number in targets.buffers.items() if self._spoiled(rerun.env[number], number)]
         if spoiled:
             return f"the buffer {spoiled[0]} is non-finite"
@@ -177,13 +195,24 @@ class Trial:
         """Say what a run under autograd leaves open; nothing when it is the whole step."""
         if rerun.derived:
             return f"if the backward code of {' and '.join(rerun.derived)} does what autograd derives from its forward"
-        return "before the step's own hooks" if self._hooks() else ""
+        if self._hooks():
+            return "before hooks and Functions of the step that this run leaves out"
+        if self._decides(rerun.changed):
+            return "if the program takes the same way: it decides on a number that the change has changed"
+        return ""
+
+    def _decides(self, changed: Collection[int]) -> bool:
+        """Whether Python reads a number behind a changed call, and the program goes on."""
+        program = self._program
+        end = max(self._dependence.needed(program.targets.loss)) if program.targets.loss is not None else -1
+        read = [n.index for n in program.nodes[: max(end, 0)] if str(n.target) in _READS and n.phase is Phase.FORWARD]
+        return any(not self._dependence.ancestors(index).isdisjoint(changed) for index in read)
 
     def _hooks(self) -> bool:
         """Whether Python code of the step changes gradients, which this run does not: by the recorded backward pass, where there is one."""
         program = self._program
-        if not program.targets.gradients:
-            return program.targets.hooked
+        if program.targets.hooked:
+            return True
         again = {(node.source, node.target) for node in program.nodes if node.phase is Phase.FORWARD}
         functions = {value.function for value in program.values}
         return any(
@@ -205,6 +234,9 @@ class Trial:
         run.advance(len(stretch))
         value = float(run.env[targets.loss])
         bad = [name for name, number in targets.gradients.items() if finite.probe([run.env[number]])]
+        spoiled = [name for name, number in targets.buffers.items() if self._spoiled(run.env[number], number)]
+        if spoiled:
+            return Outcome(finite=False, loss=value, text=f"the buffer {spoiled[0]} is still non-finite")
         if bad or not finite_value(run.env[targets.loss]):
             what = f"the gradient of {bad[0]} is still non-finite" if bad else f"the loss is {value:g}"
             return Outcome(finite=False, loss=value, text=what)

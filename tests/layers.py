@@ -8,7 +8,9 @@ LAYERS = {
     "A recorded step": "program traits generators binding lines calls values frontiers uninitialized",
     "Recording": "applications recorder state setting capture live",
     "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
-    "Running a step again": "dependence stretch bounds replay differentiable stability neutral influence intent blame reproduce runner",
+    "Running a step again": (
+        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner"
+    ),
     "Who is to blame": "trace hidden confirm samples inquest trend scaling",
     "Why": (
         "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.fused"

@@ -9,13 +9,9 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.causes.evidence import Call
-from bisect_nan.differentiable import Change
+from bisect_nan.differentiable import Change, stays
 from bisect_nan.program import Tracking, tensors
 from bisect_nan.remedies.proposal import Proposal, Site
-
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far a remedy may move healthy results of the call, relative to themselves; `_TOLERANCE` in other types."""
-_TOLERANCE = 1e-3
 
 
 def helps(site: Site, proposal: Proposal) -> bool:
@@ -36,7 +32,7 @@ def helps(site: Site, proposal: Proposal) -> bool:
         return False
     if own and site.evidence is not None and finite.probe([after[site.evidence.mask]]):
         return False
-    return proposal.moves or _stays(after, before)
+    return proposal.moves or stays(after, before)
 
 
 def _alone(
@@ -71,13 +67,3 @@ def _alone(
 
 def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _stays(after: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether the healthy elements of a result are as they were, within the tolerance of their type."""
-    healthy = before.abs() < torch.finfo(before.dtype).max ** 0.5  # beyond, it is part of an overflow
-    if not bool(healthy.any()):
-        return True
-    tolerance = TOLERANCE.get(before.dtype, _TOLERANCE)
-    wide = torch.complex128 if before.is_complex() else torch.float64
-    return torch.allclose(after[healthy].to(wide), before[healthy].to(wide), rtol=tolerance, atol=tolerance * 1e-3)

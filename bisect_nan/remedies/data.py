@@ -34,7 +34,8 @@ def replace_elements(site: Site) -> Iterator[Proposal]:
         text = f"load a checkpoint in which {site.culprit.name} is finite, or reset it"
     else:
         name = "replace_elements"
-        text = f"clean {site.culprit.name} in the data pipeline; until then replace its bad elements: nan={typical(tensor):g}"
+        number = f"{typical(tensor):g}"
+        text = f"clean {site.culprit.name} in the data pipeline; until then replace its bad elements by {number}"
     yield Proposal(name, text, placeholders={site.value: repaired}, local=False)
 
 
@@ -47,7 +48,7 @@ def skip_samples(site: Site) -> Iterator[Proposal]:
     which = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")  # noqa: PLR2004
     yield Proposal(
         "skip_samples",
-        f"leave out sample{'s' if len(rows) > 1 else ''} {which} of the batch",
+        f"leave out sample{'s' if len(rows) > 1 else ''} {which} of the batch; tried with another row in the place of each",
         placeholders=changed,
         local=False,
     )

@@ -14,12 +14,13 @@ from bisect_nan.remedies.proposal import Proposal, Site, instead, operands
 
 _TINY = torch.finfo(torch.float32).tiny
 _MARGINS = {
-    torch.float64: (1e-12, 1e-8, 1e-4),
-    torch.float32: (1e-12, 1e-8, 1e-6, 1e-4, 1e-2, _TINY),
-    torch.bfloat16: (1e-8, 1e-4, 1e-2),
-    torch.float16: (1e-7, 1e-4, 1e-2),
+    torch.float64: (1e-8, 1e-12, 1e-4),
+    torch.float32: (1e-6, 1e-8, 1e-12, 1e-4, 1e-2, _TINY),
+    torch.bfloat16: (1e-4, 1e-8, 1e-2),
+    torch.float16: (1e-4, 1e-7, 1e-2),
 }
-"""How far inside of the edge of a domain operands are kept: what is usual in public code, the least first."""
+"""How far inside of the edge of a domain operands are kept: what is usual in public code. The first one that leaves healthy results
+as they are is taken, and a large one first: quotients and derivatives at the edge grow with its inverse."""
 
 _EDGES: dict[str, tuple[str, float, float]] = {
     "log": ("self", 0, math.inf),
@@ -93,6 +94,8 @@ def clamp(site: Site) -> Iterator[Proposal]:
     for margin in margins(site.dtype):
         least = None if low == -math.inf else low + margin
         most = None if high == math.inf else high - margin
+        if torch.tensor(1.0, dtype=site.dtype) - margin == 1 and {low, high} & {1, -1}:  # lost to rounding
+            continue
         complex_valued = site.call is not None and _is_complex(site.call.arguments.get(name))
         limits = ", ".join(f"{side}={_short(x)}" for side, x in (("min", least), ("max", most)) if x is not None)
         yield Proposal(
@@ -174,7 +177,8 @@ def safe_divisor(site: Site) -> Iterator[Proposal]:
     if isinstance(divisor, torch.Tensor) and not divisor.is_complex():
         positive = bool((divisor >= 0).all())
         counts = positive and bool((divisor == divisor.double().round()).all() and (divisor > 0).any())
-    for least in ((1.0,) if counts else ()) + margins(site.dtype):
+    whole = isinstance(divisor, torch.Tensor) and not (divisor.is_floating_point() or divisor.is_complex())
+    for least in (1.0,) if whole else ((1.0,) if counts else ()) + margins(site.dtype):
         wrap = f"{{x}}.clamp(min={_short(least)})"
         if not isinstance(divisor, torch.Tensor):
             wrap = f"max({{x}}, {_short(least)})"
@@ -290,7 +294,7 @@ def _is_complex(item: object) -> bool:
 
 
 def _short(number: float) -> str:
-    return f"{number:g}"
+    return f"{number:g}".replace("e-0", "e-")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -74,6 +74,7 @@ def finite_mask(site: Site) -> Iterator[Proposal]:
     if not writers and not constants:
         return
     lines = sorted({str(node.source) for node in writers if node.source is not None})
+    lines += [p.name for p in site.program.placeholders if p.value in constants and not p.constant]
     where = f" in {' and '.join(lines)}" if lines else ""
     yield Proposal(
         "finite_mask",

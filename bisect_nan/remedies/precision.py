@@ -49,7 +49,7 @@ def clamp_operand(site: Site) -> Iterator[Proposal]:
         return
     names = [n for n, t in site.call.tensors().items() if t.is_floating_point() and "[" not in n]
     top = torch.finfo(site.dtype).max
-    limit = 10.0 ** math.floor(math.log10(top) / 4)
+    limit = 10.0 ** math.floor(math.log10(top) * 0.45)  # sums of squares still fit
     edits = dict.fromkeys(names, lambda x: x.clamp(-limit, limit) if x.is_floating_point() else x)
     text = f"keep what goes in below {limit:g}, or find out why it grew"
     wrap = f"{{x}}.clamp(-{limit:g}, {limit:g})" if len(names) == 1 else ""

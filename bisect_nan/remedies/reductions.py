@@ -21,7 +21,7 @@ def zero_for_empty(site: Site) -> Iterator[Proposal]:
         return
     if site.op == "mean":
         text, change = "divide by a count of at least 1", instead(_mean)
-        wrap = "{x}.sum() / max({x}.numel(), 1)" if not site.call.arguments.get("dim") else ""
+        wrap = "({x}.sum() / max({x}.numel(), 1))" if not site.call.arguments.get("dim") else ""
     elif site.op in {"nll_loss_forward", "nll_loss2d_forward"}:
         text = "let the loss of a batch without any label be 0: sum it, and divide by (target != ignore_index).sum().clamp(min=1)"
         wrap = ""
@@ -49,12 +49,18 @@ def population_variance(site: Site) -> Iterator[Proposal]:
         return
 
     def change(target: torch._ops.OpOverload, arguments: Arguments, eps: float = 0.0) -> Any:
+        x: torch.Tensor = arguments["self"]
+        count = math.prod(x.shape[dim] for dim in arguments.get("dim") or range(x.dim()))
+        if count > 1 and eps == 0:  # a deviation that other calls of the line can take
+            return target(**arguments)
         kind = {"unbiased": False} if "unbiased" in arguments else {"correction": 0}
         result = target(**{**arguments, **kind})
         return written(target, arguments, result if eps == 0 else (result.square() + eps).sqrt())
 
     yield Proposal(
-        "population_variance", "take the deviation of the values at hand: correction=0", changes=site.everywhere(change)
+        "population_variance",
+        "take the deviation of the values at hand where there is one alone: correction=0",
+        changes=site.everywhere(change),
     )
     if site.op != "std":
         return

@@ -13,6 +13,9 @@ from bisect_nan.differentiable import Change
 from bisect_nan.program import Arguments, Node
 from bisect_nan.remedies.proposal import Proposal, Site
 
+_MANY = 32
+"""Calls of a line that are looked at; each asks all calls of the step whether they use its result."""
+
 
 def log_of_probability(site: Site) -> Iterator[Proposal]:
     """Take the logarithm of a softmax or sigmoid from its scores."""
@@ -45,7 +48,7 @@ def log_of_probability(site: Site) -> Iterator[Proposal]:
 
 def subtract_maximum(site: Site) -> Iterator[Proposal]:
     """Subtract the maximum before an exponential whose sum divides it, or whose sum's logarithm is taken."""
-    if site.op != "exp" or site.node is None or site.node.written:
+    if site.op != "exp" or site.node is None or site.node.written or len(site.alike()) > _MANY:
         return
     changes: dict[int, Change] = {}
     wrap = ""

@@ -51,10 +51,14 @@ def lower_rate(site: Site) -> Iterator[Proposal]:
         sizes = {name: item * 1e-6 for name, item in arguments.items() if name in {"alpha", "value"} and item}
         return target(**{**arguments, **sizes})
 
+    parameters = {p.value for p in site.program.placeholders if p.phase is Phase.PARAMETER}
+    moves = [index for index in site.alike() if parameters.intersection(site.program.nodes[index].written)]
+    if site.node.index not in moves:
+        return  # weight decay, momentum: no learning rate
     yield Proposal(
         "lower_learning_rate",
         "lower the learning rate, or look for what grew over the last steps; tried with a millionth of it",
-        changes=site.everywhere(change),
+        changes=dict.fromkeys(moves, change),
         local=False,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 
 from bisect_nan.causes.evidence import base_name
 from bisect_nan.finding import SourceLine
@@ -38,7 +39,9 @@ def line_to_write(site: Site, proposal: Proposal) -> tuple[str, str, SourceLine 
     op, source = site.op, site.culprit.source
     if proposal.node is not None:
         op, source = base_name(str(proposal.node.target)), proposal.node.source
-    line = None if source is None else _changed(source.text, op, proposal)
+    node = proposal.node or site.node
+    once = node is not None and len([i for i in site.alike(node) if site.program.nodes[i].module == node.module]) == 1
+    line = None if source is None or not once else _changed(source.text, op, proposal)
     if line is None:
         where = f" at {source}" if proposal.node is not None else ""
         return f"{proposal.text}{where}: {proposal.wrap.replace('{x}', 'x')}", "", None
@@ -52,14 +55,24 @@ def _changed(text: str, op: str, proposal: Proposal) -> str | None:
     except SyntaxError:  # the head of a block, or a part of a statement
         return None
     places = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and _calls(node, op)]
-    if len(places) != 1:
+    if len(places) != 1 or proposal.operand not in _FIRST | _SECOND:
         return None
     place = places[0]
-    operand = _operand(place, second=proposal.operand not in {"self", "A", "input"})
-    if operand is None:
+    operand = _operand(place, op, second=proposal.operand in _SECOND)
+    if operand is None or isinstance(operand, ast.Constant | ast.Starred):
         return None
+    if proposal.wrap.count("{x}") > 1 and not isinstance(operand, ast.Name | ast.Attribute):
+        return None  # written twice, it would be computed twice
     wrapped = proposal.wrap.replace("{x}", _atom(operand))
-    return _replaced(text, place if proposal.whole else operand, wrapped)
+    line = _replaced(text, place if proposal.whole else operand, wrapped)
+    with contextlib.suppress(SyntaxError):
+        ast.parse(line or "")
+        return line
+    return None
+
+
+_FIRST, _SECOND = {"self", "A", "input"}, {"other"}
+"""Schema names of operands by their place in a function."""
 
 
 def _calls(node: ast.expr, op: str) -> bool:
@@ -75,19 +88,61 @@ def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def _operand(place: ast.expr, *, second: bool) -> ast.expr | None:
-    """Return the first or second operand of an operator, a function or a method."""
+def _operand(place: ast.expr, op: str, *, second: bool) -> ast.expr | None:
+    """Return the first or second operand of an operator, a function or a method; None where it cannot be told which."""
     if isinstance(place, ast.BinOp):
         return place.right if second else place.left
     assert isinstance(place, ast.Call)
     operands = list(place.args)
-    if isinstance(place.func, ast.Attribute):
-        before = place.func.value
-        last = before.attr if isinstance(before, ast.Attribute) else before.id if isinstance(before, ast.Name) else ""
-        if last not in _MODULES:
-            operands.insert(0, before)
-    found = operands[second] if len(operands) > second else None
-    return None if isinstance(found, ast.Starred) else found
+    if isinstance(place.func, ast.Attribute) and not _is_function(place.func.value, operands, op):
+        operands.insert(0, place.func.value)
+    return operands[second] if len(operands) > second else None
+
+
+def _is_function(before: ast.expr, arguments: list[ast.expr], op: str) -> bool:
+    """Whether a call after a dot is one of a module's function, not of a tensor's method."""
+    last = before.attr if isinstance(before, ast.Attribute) else before.id if isinstance(before, ast.Name) else ""
+    if last in _MODULES or last == "self":
+        return True
+    if op.strip("_") in _OF_TWO:
+        return len(arguments) > 1
+    numbers = (ast.Constant, ast.UnaryOp, ast.Tuple, ast.List)
+    if op.strip("_") in _ALONG:
+        return len(arguments) > 1 and not isinstance(arguments[0], numbers)
+    return bool(arguments) and not isinstance(arguments[0], numbers)
+
+
+_OF_TWO = {
+    "div",
+    "true_divide",
+    "pow",
+    "xlogy",
+    "special_xlogy",
+    "special_xlog1py",
+    "remainder",
+    "fmod",
+    "atan2",
+    "mul",
+} | {
+    "sub",
+    "add",
+    "floor_divide",
+}
+"""Ops of two operands."""
+
+_ALONG = {
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "linalg_vector_norm",
+    "norm",
+    "std",
+    "var",
+    "sum",
+    "mean",
+    "logcumsumexp",
+}
+"""Ops that work along dimensions, which follow the operand."""
 
 
 def _atom(node: ast.expr) -> str:
