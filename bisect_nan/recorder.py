@@ -31,7 +31,8 @@ _PLAIN = frozenset(
 )
 """Types of arguments that hold neither tensors nor generators."""
 
-_READ = torch.ops.aten._local_scalar_dense.default  # makes no value, but what Python does then may depend on the number
+# Makes no value, but what Python does next may depend on the number that it reads.
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  (an operator's public name)
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 # torch 2.6 to 2.13: the number of the autograd node that will be made next
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
