@@ -38,11 +38,10 @@ class Applications:
         self._met: dict[Any, dict[str, Any]] = {}
 
     def seen(self, arguments: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Remember which values the arguments of a call inside of a Function are: the Function's inputs are among them."""
+        """Remember which values tracked arguments of a call inside of a Function are: the Function's inputs are among them."""
         for number, tensor in arguments:
             function: Any = tensor.grad_fn
-            if function is not None:
-                self._makers[function, tensor.output_nr] = number
+            self._makers[function, tensor.output_nr] = number
             if is_python(function):  # what one Function returned is the input of another
                 self.met(function, tensor.output_nr, number)
 

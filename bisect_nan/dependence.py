@@ -86,6 +86,10 @@ class Dependence:
         """Return everything that a call needs, itself left out."""
         return self._with_ancestors([call]) - {call}
 
+    def descendants(self, calls: Iterable[int]) -> set[int]:
+        """Return everything that needs one of some calls."""
+        return {later for call in calls for later in nx.descendants(self.graph, call)}
+
     def chain(self, start: int, targets: Iterable[int], through: Sequence[int] | None = None) -> list[int]:
         """Return the shortest path of calls from `start` to one that finishes a target, both ends included.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map_only
 
 from bisect_nan.errors import ReplayError
 from bisect_nan.generators import GeneratorStates
@@ -23,6 +24,10 @@ from bisect_nan.tracking import materialised, recorded_uses, without_graph
 
 Change = Callable[[torch._ops.OpOverload, Arguments], Any]
 """Runs in the place of a call and returns what the call would return; must not write to the arguments unless the call does."""
+
+
+_FOLLOWED = "a change that the rest of the step can follow"
+_OTHERWISE = "try another change, or make this one in the code of the step and run that"
 
 
 class Types:
@@ -119,9 +124,7 @@ class Rerun:
                 raise
             except Exception as problem:
                 got = f"node {node.index} ({node.target}) cannot be executed with the change: {problem}"
-                raise ReplayError(
-                    got, "a change that the rest of the step can follow", "", node=node.index
-                ) from problem
+                raise ReplayError(got, _FOLLOWED, _OTHERWISE, node=node.index) from problem
             self._keep(node, result)
             for use in self._uses.get(node.index, ()):
                 self._connect(use)
@@ -145,33 +148,40 @@ class Rerun:
         return {n: gradient for n, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
     def _call(self, node: Node) -> Any:
-        if node.generator is not None:
-            self._generators.set(self._stretch.source(node), node.generator)
         if node.memory is not None and node.index not in self._changes:
             kept = node.memory
             return torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=kept.device).copy_(kept)
         usual = Tracking.GRAPH if node.index in self._within else Tracking.NO
-        tracked = iter(node.tracked or [usual] * sum(1 for _ in node.inputs()))
+        tracked = iter(node.tracked or [usual] * len(node.inputs()))
 
         def take(number: int) -> torch.Tensor:
             return self._argument(number, next(tracked), node)
 
-        args = substitute(node.args, take, self._generators.of)
-        kwargs = substitute(node.kwargs, take, self._generators.of)
-        args, kwargs = self._types.before(node, args, kwargs)
-        change = self._changes.get(node.index)
-        if change is None:
-            return self._types.after(node, node.target(*args, **kwargs))
+        args, kwargs = self._arguments(node, take)
         before = self._plainly(node, args, kwargs) if node.index in self._careful and not node.random else None
-        result = change(node.target, named(node.target, args, kwargs))
+        result = self._changed(node, args, kwargs)
         if before is not None and isinstance(result, torch.Tensor) and not stays(result.detach(), before):
             self.moved = True
         return self._types.after(node, result)
 
+    def _arguments(self, node: Node, take: Callable[[int], torch.Tensor]) -> tuple[Any, Any]:
+        """Return the live arguments of a call, with its generator as it was before it."""
+        if node.generator is not None:
+            self._generators.set(self._stretch.source(node), node.generator)
+        args = substitute(node.args, take, self._generators.of)
+        kwargs = substitute(node.kwargs, take, self._generators.of)
+        return self._types.before(node, args, kwargs)
+
+    def _changed(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """Run a call, or what runs in its place."""
+        change = self._changes.get(node.index)
+        return node.target(*args, **kwargs) if change is None else change(node.target, named(node.target, args, kwargs))
+
     def _plainly(self, node: Node, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run a call as it is, on copies, and return its first result."""
         with torch.no_grad():
-            made = node.target(*_copied(args), **_copied(kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
+            made = node.target(*args, **kwargs)
         return made if isinstance(made, torch.Tensor) else None
 
     def _connect(self, use: Application) -> None:
@@ -193,27 +203,14 @@ class Rerun:
         values = self._stretch.program.values
         env = dict(self.env)
         for number, gradient in zip(use.given, given, strict=True):
-            if number is not None:
+            if number is not None and gradient is not None:
+                env[number] = gradient
+            elif number is not None:
                 value = values[number]
-                zero = (
-                    torch.zeros(value.shape, dtype=value.dtype, device=value.device) if gradient is None else gradient
-                )
-                env[number] = zero
+                env[number] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
         for node in self._stretch.program.nodes[use.first : use.last]:
-            if node.generator is not None:
-                self._generators.set(self._stretch.source(node), node.generator)
-            args = substitute(node.args, env.__getitem__, self._generators.of)
-            kwargs = substitute(node.kwargs, env.__getitem__, self._generators.of)
-            args, kwargs = self._types.before(node, args, kwargs)
-            change = self._changes.get(node.index)
-            made = (
-                node.target(*args, **kwargs)
-                if change is None
-                else change(node.target, named(node.target, args, kwargs))
-            )
-            kept = self._types.after(node, made)
-            flat = (kept,) if isinstance(kept, torch.Tensor) else tensors(kept)
-            env.update({n: t for n, t in zip(node.outputs, flat, strict=False) if n is not None and t is not None})
+            made = tensors(self._types.after(node, self._changed(node, *self._arguments(node, env.__getitem__))))
+            env.update({n: t for n, t in zip(node.outputs, made, strict=False) if n is not None and t is not None})
         return [None if number is None else env[number] for number in use.returned]
 
     def _argument(self, number: int, tracking: Tracking, node: Node) -> torch.Tensor:
@@ -230,17 +227,16 @@ class Rerun:
             leaf = self.env[number] = self.leaves[number] = tensor.detach().requires_grad_()
             return leaf
         got = f"node {node.index} ({node.target}) uses a result of a custom autograd Function or of a reentrant checkpoint"
-        raise ReplayError(got, "forward calls that autograd can derive", "", node=node.index)
+        raise ReplayError(got, "forward calls that autograd can derive", _OTHERWISE, node=node.index)
 
     def _keep(self, node: Node, result: Any) -> None:
-        made = (result,) if isinstance(result, torch.Tensor) else tensors(result)
-        for number, tensor in zip(node.outputs, made, strict=False):
+        for number, tensor in zip(node.outputs, tensors(result), strict=False):
             if number is None or tensor is None or (number in node.written and number in self.env):
                 continue
             expected = self._stretch.program.values[number].shape
             if tensor.shape != expected:
                 got = f"node {node.index} ({node.target}) gave shape {tuple(tensor.shape)} with the change"
-                raise ReplayError(got, f"{expected}, as recorded", "", node=node.index)
+                raise ReplayError(got, f"{expected}, as recorded", _OTHERWISE, node=node.index)
             self.env[number] = tensor
 
 
@@ -259,14 +255,6 @@ def stays(after: torch.Tensor, before: torch.Tensor) -> bool:
     tolerance = TOLERANCE.get(before.dtype, _TOLERANCE)
     wide = torch.complex128 if before.is_complex() else torch.float64
     return torch.allclose(after[healthy].to(wide), before[healthy].to(wide), rtol=tolerance, atol=tolerance * 1e-3)
-
-
-def _copied(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone()
-    if isinstance(item, list | tuple):
-        return type(item)([_copied(part) for part in item])
-    return {key: _copied(part) for key, part in item.items()} if isinstance(item, Mapping) else item
 
 
 class _Recorded(torch.autograd.Function):

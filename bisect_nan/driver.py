@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import networkx as nx
 import torch
 
 from bisect_nan import finite, search
@@ -296,8 +295,7 @@ class _Case:
         """Leave out what is a link of the chain: NaN that was made of a culprit's infinities."""
         if not of(innocents, Origin.TURNED):
             return list(innocents)
-        graph = self.dependence.graph
-        reached = {call for birth in births if birth.node >= 0 for call in nx.descendants(graph, birth.node)}
+        reached = self.dependence.descendants(birth.node for birth in births if birth.node >= 0)
         return [birth for birth in innocents if birth.origin is not Origin.TURNED or birth.node not in reached]
 
     def _stop(self, stage: str) -> None:

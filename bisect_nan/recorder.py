@@ -31,8 +31,7 @@ _PLAIN = frozenset(
 )
 """Types of arguments that hold neither tensors nor generators."""
 
-# Makes no value, but what Python does next may depend on the number that it reads.
-_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  (an operator's public name)
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  (public; what Python does next may depend on it)
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 # torch 2.6 to 2.13: the number of the autograd node that will be made next
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -105,8 +104,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if self._uninitialized and not traits.view:
             self._uninitialized.used(self._paired([*args, *kwargs.values()]), written if traits.overwrites else ())
         state = self._draws.before(args, kwargs) if traits.random else None
-        tracked = tracking([*args, *kwargs.values()]) if torch.is_grad_enabled() else ()
-        self._watch_functions([*args, *kwargs.values()], tracked)
+        items = [*args, *kwargs.values()]
+        tracked = tracking(items) if torch.is_grad_enabled() else ()
+        self._watch_functions(items, tracked)
         (autograd, derived), made_for = self._running_derivative(), (_thread(), _next_sequence() - 1)
 
         start = _clock()
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 self._uninitialized.made(known, index)
                 self.frontiers.unwritten(known)
             if values.without_memory:
-                values.watch_sparse([*args, *kwargs.values()], result, view=traits.view)
+                values.watch_sparse(items, result, view=traits.view)
             if self.frontiers.made(known):
                 self.frontiers.keep(len(self.calls), self._draws.states())
         elif outputs and outputs[0] is not None:  # made nothing: its derivative belongs to what made its result
@@ -168,22 +168,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         outputs: tuple[int | None, ...],
         effects: Effects = _NOTHING_ELSE,
     ) -> None:
-        inherited = self.calls[effects.derived].module if effects.derived >= 0 else ""
-        module = (self.modules[-1] if self.modules else "") or inherited
+        module = (self.modules or [""])[-1] or (self.calls[effects.derived].module if effects.derived >= 0 else "")
         source, grad = self._lines.caller(), torch.is_grad_enabled()
         if not grad and self.phase is Phase.FORWARD:
             self._without_graph.update([number for number in outputs if number is not None])
         self.calls.append(Call(target, args, kwargs, outputs, effects, self.phase, module, source, grad))
 
     def _watch_functions(self, items: list[Any], tracked: tuple[Tracking, ...]) -> None:
-        """Follow tensors into Python autograd Functions, and out of them."""
-        if self.phase is Phase.FORWARD and not torch.is_grad_enabled():
-            self.applications.seen(self._paired(items))
-        for number, tensor in self._paired(items) if tracked else ():
-            function: Any = tensor.grad_fn
-            if number in self._without_graph and is_python(function):
+        """Follow tensors into Python autograd Functions, and out of them; few are, and only those are looked up."""
+        inside = self.phase is Phase.FORWARD and not torch.is_grad_enabled()
+        made = [t for t in tensors(items) if t is not None and t.grad_fn is not None] if tracked or inside else []
+        self.applications.seen(self._paired(made) if inside else ())
+        for number, tensor in self._paired([t for t in made if is_python(t.grad_fn)]) if tracked else ():
+            function = tensor.grad_fn
+            if number in self._without_graph:
                 self.values.functions.setdefault(number, self.applications.met(function, tensor.output_nr, number))
-            elif is_python(function) and type(function).__name__ not in RECOMPUTING:
+            elif type(function).__name__ not in RECOMPUTING:
                 self.unfollowed = True
 
     def number(self, tensor: torch.Tensor) -> int:

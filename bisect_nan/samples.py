@@ -136,7 +136,7 @@ class Samples:
         start = self._checkpoints[0]
         changed = self._batch.without(rows, start.env)
         if not changed:
-            raise ReplayError("all rows carry the fault", "a healthy one", "")
+            raise ReplayError("all rows carry the fault", "a healthy one", "look at what all of them share")
         run = Run(self._stretch, start, self._without_others(cut), changed)
         seen: list[Executed] = []
         run.advance(cut - 1)

@@ -90,7 +90,7 @@ class Story:
         return "" if source is None else f" ({source})"
 
     def growth(self, node: Node) -> tuple[str, ...]:
-        """Say how large the values were on the way to an overflow, along the largest operands."""
+        """Say how large the values were on the way to an overflow, along the first floating operands."""
         path = list(itertools.islice(self._before(node), _STEPS * 2))
         if not path:
             return ()

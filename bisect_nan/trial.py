@@ -27,8 +27,8 @@ from bisect_nan.tracking import saved
 EXECUTIONS = 2
 """Executions of the step that each culprit may cost."""
 
-_READS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"}
-"""Calls that hand a number to Python."""
+_READ = "aten._local_scalar_dense.default"
+"""Hands a number to Python (`.item()`, `bool(tensor)`)."""
 
 _CANDIDATES = 20
 """Proposals that are looked at for one culprit."""
@@ -66,12 +66,14 @@ class Trial:
         """
         self._snapshot, self._program, self._dependence, self._sites = snapshot, snapshot.program, dependence, sites
         self._tensors = snapshot.tensors()
+        self._lines: dict[object, list[Site]] = {}  # by the line that a user would change: one change serves all
+        for site in sites:
+            self._lines.setdefault(_line(site), []).append(site)
         self.executions = 0
 
     def remedies(self) -> list[Remedy | None]:
         """Return one remedy for each culprit: the first that was seen to help, else the first that fits, else None."""
-        lines = self._lines()
-        choices = [self._shared(sites) for sites in lines.values()]
+        choices = [self._shared(sites) for sites in self._lines.values()]
         if not any(choices):
             return [None] * len(self._sites)
         first: Outcome | None = None
@@ -82,15 +84,8 @@ class Trial:
                 break
         else:
             picked, outcome = tuple(options[0] if options else None for options in choices), first or outcome
-        chosen = dict(zip(lines, picked, strict=True))
+        chosen = dict(zip(self._lines, picked, strict=True))
         return [self._remedy(site, chosen[_line(site)], outcome) for site in self._sites]
-
-    def _lines(self) -> dict[object, list[Site]]:
-        """Return the culprits by the line that a user would change: one change serves all."""
-        lines: dict[object, list[Site]] = {}
-        for site in self._sites:
-            lines.setdefault(_line(site), []).append(site)
-        return lines
 
     def _shared(self, sites: Sequence[Site]) -> list[Proposal]:
         """Return the changes of a line that are promising at all of its culprits, else those that are at the first one."""
@@ -106,7 +101,7 @@ class Trial:
         lines = {_line(other) for other in self._sites if other.culprit.source == site.culprit.source}
         if code and len(lines) > 1:  # another change is one to the same line
             text, code, source = f"{text}: {proposal.wrap.replace('{x}', 'x')}", "", None
-        together = "with the changes to all lines: " if len(self._lines()) > 1 else ""
+        together = "with the changes to all lines: " if len(self._lines) > 1 else ""
         return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, f"{together}{outcome.text}", source)
 
     # --- what is worth an execution -----------------------------------------------------------------------------------------
@@ -205,11 +200,11 @@ class Trial:
         """Whether Python reads a number behind a changed call, and the program goes on."""
         program = self._program
         end = max(self._dependence.needed(program.targets.loss)) if program.targets.loss is not None else -1
-        read = [n.index for n in program.nodes[: max(end, 0)] if str(n.target) in _READS and n.phase is Phase.FORWARD]
-        return any(not self._dependence.ancestors(index).isdisjoint(changed) for index in read)
+        read = {n.index for n in program.nodes[: max(end, 0)] if str(n.target) == _READ and n.phase is Phase.FORWARD}
+        return bool(read) and not read.isdisjoint(self._dependence.descendants(changed))
 
     def _hooks(self) -> bool:
-        """Whether Python code of the step changes gradients, which this run does not: by the recorded backward pass, where there is one."""
+        """Whether Python code that this run leaves out can change gradients: noticed while recording, or among the backward calls."""
         program = self._program
         if program.targets.hooked:
             return True
@@ -237,7 +232,7 @@ class Trial:
         spoiled = [name for name, number in targets.buffers.items() if self._spoiled(run.env[number], number)]
         if spoiled:
             return Outcome(finite=False, loss=value, text=f"the buffer {spoiled[0]} is still non-finite")
-        if bad or not finite_value(run.env[targets.loss]):
+        if bad or not math.isfinite(value):
             what = f"the gradient of {bad[0]} is still non-finite" if bad else f"the loss is {value:g}"
             return Outcome(finite=False, loss=value, text=what)
         return Outcome(finite=True, loss=value, text=f"loss {value:.6g}, all {len(targets.gradients)} gradients finite")
@@ -270,11 +265,6 @@ class Trial:
         """Whether a tensor holds bad values that it did not hold before the step."""
         before = self._tensors.get(number)
         return bool(finite.probe([tensor.detach()])) and not (before is not None and finite.probe([before]))
-
-
-def finite_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds only finite numbers."""
-    return not finite.probe([tensor.detach()])
 
 
 def _line(site: Site) -> object:

@@ -19,7 +19,7 @@ from bisect_nan.stretch import Stretch
 TURNS = itertools.count()
 
 
-@torch.library.custom_op("bisect_nan_tests::unreliable", mutates_args=())
+@torch.library.custom_op("kernels::unreliable", mutates_args=())
 def unreliable(x: torch.Tensor) -> torch.Tensor:
     """A kernel that gives NaN every third time."""
     return x * (math.nan if next(TURNS) % 3 == 0 else 1.0)
@@ -38,7 +38,7 @@ def test_a_call_that_is_not_repeatable_is_named() -> None:
     """The same inputs give another result: a race, or a faulty device."""
     snapshot = Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), lambda m, x: unreliable(m(x)).sum())
     found = {unstable_node(snapshot) for _ in range(3)}
-    assert found - {""} == {"bisect_nan_tests.unreliable.default"}
+    assert found - {""} == {"kernels.unreliable.default"}
 
 
 def test_random_calls_are_repeatable() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
 from bisect_nan import finite
 from bisect_nan.causes.evidence import Call
@@ -48,12 +49,10 @@ def _alone(
             if next(known, Tracking.NO) and _is_number(item):
                 leaves.append(item.requires_grad_())
                 return item.clone()
-        elif isinstance(item, list | tuple):
-            return type(item)([leaf(part) for part in item])
         return item
 
     with torch.set_grad_enabled(bool(tracked)):
-        made = tensors(change(call.target, {name: leaf(item) for name, item in call.arguments.items()}))
+        made = tensors(change(call.target, pytree.tree_map(leaf, dict(call.arguments))))
         result = made[min(place, len(made) - 1)]
         if result is None or not _is_number(result):
             raise ValueError(call.target)

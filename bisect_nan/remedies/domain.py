@@ -10,7 +10,7 @@ import torch
 
 from bisect_nan.causes.evidence import base_name
 from bisect_nan.program import Arguments
-from bisect_nan.remedies.proposal import Proposal, Site, instead, operands
+from bisect_nan.remedies.proposal import Proposal, Site, instead, operands, type_name
 
 _TINY = torch.finfo(torch.float32).tiny
 _MARGINS = {
@@ -118,7 +118,7 @@ def clamp_exponent(site: Site) -> Iterator[Proposal]:
         change = operands(self=lambda x, most=limit, both=both: x.clamp(-most if both else None, most))  # type: ignore[misc]
         yield Proposal(
             "clamp_exponent",
-            f"keep the exponent below the range of {_name(site.dtype)}",
+            f"keep the exponent below the range of {type_name(site.dtype)}",
             f"{{x}}.clamp(-{limit}, {limit})" if both else f"{{x}}.clamp(max={limit})",
             changes=site.everywhere(change),
         )
@@ -295,7 +295,3 @@ def _is_complex(item: object) -> bool:
 
 def _short(number: float) -> str:
     return f"{number:g}".replace("e-0", "e-")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

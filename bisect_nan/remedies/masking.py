@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
 from bisect_nan.differentiable import Change
 from bisect_nan.program import Arguments
@@ -40,10 +41,7 @@ def leave_one_score(site: Site) -> Iterator[Proposal]:
         scores = arguments[name]
         if not isinstance(scores, torch.Tensor):
             return target(**arguments)
-        dim = arguments.get("dim", -1)
-        if isinstance(dim, list):
-            dim = tuple(dim)
-        lost = (scores == -math.inf).all(dim, keepdim=True) if isinstance(dim, int) else _all(scores == -math.inf, dim)
+        lost = (scores == -math.inf).all(arguments.get("dim", -1), keepdim=True)
         return written(target, arguments, target(**{**arguments, name: scores.masked_fill(lost, 0)}))
 
     yield Proposal(
@@ -183,8 +181,7 @@ def _troubled(target: torch._ops.OpOverload, arguments: Arguments, names: list[s
 
 def _with_finite_literals(large: float) -> Change:
     def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
-        bounded = {name: _finite(item, large) for name, item in arguments.items()}
-        return target(**bounded)
+        return target(**pytree.tree_map(lambda item: _finite(item, large), arguments))
 
     return change
 
@@ -192,8 +189,6 @@ def _with_finite_literals(large: float) -> Change:
 def _finite(item: Any, large: float) -> Any:
     if isinstance(item, float) and not math.isfinite(item):
         return 0.0 if math.isnan(item) else math.copysign(large, item)
-    if isinstance(item, list):
-        return [_finite(part, large) for part in item]
     return item
 
 
@@ -209,9 +204,3 @@ def _broadcasts(operand: torch.Tensor, shape: torch.Size) -> bool:
     """Whether a call is element by element in an operand, as far as shapes tell."""
     sizes = list(zip(reversed(operand.shape), reversed(shape), strict=False))
     return operand.dim() <= len(shape) and all(own in (1, size) for own, size in sizes)
-
-
-def _all(mask: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    for dim in dims:
-        mask = mask.all(dim, keepdim=True)
-    return mask

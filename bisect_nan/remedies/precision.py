@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
 from bisect_nan.differentiable import Change, Types
 from bisect_nan.program import Arguments, Node, Program, tensors
-from bisect_nan.remedies.proposal import Proposal, Site, operands
+from bisect_nan.remedies.proposal import Proposal, Site, operands, type_name
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _WRITTEN = {torch.float32: ".float()", torch.float64: ".double()"}
@@ -23,7 +24,8 @@ def island(site: Site) -> Iterator[Proposal]:
         return
     yield Proposal(
         "float32_island" if wide is torch.float32 else "float64_island",
-        f"compute in {_name(wide)} from here (x{_WRITTEN[wide]} on every operand) until the values fit into {_name(site.dtype)} again",
+        f"compute in {type_name(wide)} from here (x{_WRITTEN[wide]} on every operand) until the values fit into"
+        f" {type_name(site.dtype)} again",
         types=Island(site.program, site.dtype, wide, site.alike()),
         check=_widened(site.dtype, wide),
     )
@@ -35,8 +37,8 @@ def whole(site: Site) -> Iterator[Proposal]:
     if wide is None:
         return
     yield Proposal(
-        f"{_name(wide)}_step",
-        f"run the step in {_name(wide)}"
+        f"{type_name(wide)}_step",
+        f"run the step in {type_name(wide)}"
         + ("" if wide is torch.float64 else ", or in bfloat16, which has the same range"),
         types=Everywhere(site.dtype, wide),
         local=False,
@@ -80,7 +82,7 @@ def _widened(narrow: torch.dtype, wide: torch.dtype) -> Change:
     types = Everywhere(narrow, wide)
 
     def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
-        return target(**_each(types.widened, arguments))
+        return target(**pytree.tree_map(types.widened, arguments))
 
     return change
 
@@ -99,7 +101,8 @@ class Everywhere(Types):
     def before(self, node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Ask for the wide type where the narrow one was asked for."""
         del node
-        return _each(self.widened, args), _each(self.widened, kwargs)
+        widened: tuple[Any, Any] = pytree.tree_map(self.widened, (args, kwargs))
+        return widened
 
     def widened(self, item: Any) -> Any:
         """Return an argument in the wider type."""
@@ -127,7 +130,7 @@ class Island(Types):
     def after(self, node: Node, result: Any) -> Any:
         """Return to the narrow type where everything fits."""
         del node
-        return _each(self._narrowed, result) if self._inside else result
+        return pytree.tree_map(self._narrowed, result) if self._inside else result
 
     def _is_given_wide(self, node: Node, args: Any, kwargs: Any) -> bool:
         given = [tensor for tensor in tensors([*args, *kwargs.values()]) if tensor is not None]
@@ -139,15 +142,3 @@ class Island(Types):
             return item
         largest = item.detach().abs().max()
         return item.to(self._narrow) if bool(largest <= torch.finfo(self._narrow).max / 2) else item
-
-
-def _each(function: Any, item: Any) -> Any:
-    if isinstance(item, list | tuple):
-        return type(item)([_each(function, part) for part in item])
-    if isinstance(item, Mapping):
-        return {key: _each(function, part) for key, part in item.items()}
-    return function(item)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

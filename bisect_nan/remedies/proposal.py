@@ -22,7 +22,7 @@ class Proposal:
 
     Attributes:
         name: Says the kind of change (`clamp`, `float32_island`).
-        text: What to do, in one sentence; `{x}` stands for the expression that it applies to.
+        text: What to do, in one sentence.
         wrap: How the operand is written after the change, with `{x}` for how it is written now; "" where that is not all.
         operand: Schema name of that operand.
         whole: Whether `wrap` stands for the whole call.
@@ -146,6 +146,11 @@ def written(target: torch._ops.OpOverload, arguments: Arguments, result: Any) ->
         return result
     destination: torch.Tensor = arguments["self"]
     return destination if result is destination else destination.copy_(result)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return what users call an element type: `float16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _edited(operand: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> Any:

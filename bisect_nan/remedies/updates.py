@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
 from bisect_nan.differentiable import Types
 from bisect_nan.finding import Phase
@@ -103,12 +104,11 @@ class _Hyperparameters(Types):
     def before(self, node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace numbers that are none."""
         del node
-        return [_sensible(item) for item in args], {name: _sensible(item) for name, item in kwargs.items()}
+        replaced: tuple[Any, Any] = pytree.tree_map(_sensible, (args, kwargs))
+        return replaced
 
 
 def _sensible(item: Any) -> Any:
     if isinstance(item, float) and not math.isfinite(item):
         return math.copysign(_SENSIBLE, item) if math.isinf(item) else _SENSIBLE
-    if isinstance(item, list | tuple):
-        return type(item)([_sensible(part) for part in item])
     return item
