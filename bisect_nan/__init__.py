@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bisect_nan.driver import locate
+    from bisect_nan.answer.driver import locate
     from bisect_nan.errors import (
         BisectNanError,
         NonFiniteStep,
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         TargetError,
     )
     from bisect_nan.finding import Culprit, Finding, Phase, Verdict
-    from bisect_nan.guard import Guard
-    from bisect_nan.snapshot import Snapshot
+    from bisect_nan.loop.guard import Guard
+    from bisect_nan.snapshots.snapshot import Snapshot
 
 __all__ = [
     "BisectNanError",
@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "locate": "driver",
-    "Guard": "guard",
-    "Snapshot": "snapshot",
+    "locate": "answer.driver",
+    "Guard": "loop.guard",
+    "Snapshot": "snapshots.snapshot",
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

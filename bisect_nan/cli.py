@@ -1,7 +1,7 @@
 """The command line: `bisect-nan run`, `explain`, `causes` and `inspect`.
 
 This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
-in a child process (see `bisect_nan.child`).
+in a child process (see `bisect_nan.command.child`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from bisect_nan import child
-from bisect_nan.crash import describe_crash
+from bisect_nan.command import child
+from bisect_nan.command.crash import describe_crash
+from bisect_nan.command.inspection import to_renderable
+from bisect_nan.command.meter import meter
 from bisect_nan.errors import BisectNanError
-from bisect_nan.inspection import to_renderable
-from bisect_nan.manifest import Manifest
-from bisect_nan.meter import meter
+from bisect_nan.snapshots.manifest import Manifest
 
 app = typer.Typer(
     name="bisect-nan",

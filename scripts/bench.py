@@ -29,7 +29,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bisect_nan import Snapshot, locate
-from bisect_nan.capture import record
+from bisect_nan.recording.capture import record
 
 SIZES = {"small": (12, 256), "large": (6, 1024)}
 BATCH, TOKENS, VOCABULARY, HEADS = 4, 128, 512, 8

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from bisect_nan import Snapshot
-from bisect_nan.program import Program
-from bisect_nan.replay import Executed, Run
-from bisect_nan.stretch import Checkpoint, Stretch
+from bisect_nan.recording.program import Program
+from bisect_nan.replaying.replay import Executed, Run
+from bisect_nan.replaying.stretch import Checkpoint, Stretch
 
 
 def stretch_of(program: Program) -> Stretch:

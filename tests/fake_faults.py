@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from bisect_nan import finite
-from bisect_nan.capture import _observed
-from bisect_nan.dependence import Dependence
 from bisect_nan.finding import Phase
-from bisect_nan.program import Node, Placeholder, Program, Ref, Value
-from bisect_nan.replay import Run
-from bisect_nan.snapshot import Snapshot
-from bisect_nan.stretch import Stretch
+from bisect_nan.recording.capture import _observed
+from bisect_nan.recording.program import Node, Placeholder, Program, Ref, Value
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Run
+from bisect_nan.replaying.stretch import Stretch
+from bisect_nan.snapshots.snapshot import Snapshot
 
 KERNEL = torch.ops.aten.addcdiv_.default
 

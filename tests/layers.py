@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-LAYERS = {
-    "What can go wrong, and what is found": "errors finite norms finding strict_json",
-    "Search": "search",
-    "A recorded step": "program traits generators binding lines calls values frontiers uninitialized",
-    "Recording": "applications recorder state setting capture live",
-    "The crash file": "manifest environment operators arguments encoding checks storages relocation packing snapshot",
-    "Running a step again": (
-        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner"
+_FOLDERS = (
+    ("What can go wrong, and what is found", "", "errors finite norms finding strict_json"),
+    ("Search", "", "search"),
+    (
+        "A recorded step",
+        "recording",
+        "program traits generators binding lines calls values frontiers uninitialized applications recorder state setting capture live",
     ),
-    "Who is to blame": "trace hidden confirm samples inquest trend scaling",
-    "Why": (
-        "causes.evidence causes.entry causes.extent causes.operands causes.healing causes.normalisation causes.fused"
-        " causes.state causes.applied causes.optimizer causes.domain causes.inverse causes.special causes.division"
-        " causes.quotients causes.infinities causes.reductions causes.exponentials causes.ranges causes.masking"
-        " causes.derivatives causes.degenerate causes.unclassified causes"
+    (
+        "The crash file",
+        "snapshots",
+        "manifest environment operators arguments encoding checks storages relocation packing snapshot",
     ),
-    "What makes it finite": (
-        "remedies.proposal remedies.domain remedies.masking remedies.precision remedies.reductions remedies.stable"
-        " remedies.data remedies.updates remedies.alone remedies.wording remedies"
+    (
+        "Running a step again",
+        "replaying",
+        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner",
     ),
-    "The answer": "witness story explain trial driver",
-    "The training loop": "modes training incident guard",
-    "Reports": "reports.words reports.terminal reports",
-    "The command line": "child user_code tensors targets worker crash inspection meter cli __main__",
-}
+    ("Who is to blame", "blaming", "trace hidden confirm samples inquest trend scaling"),
+    (
+        "Why",
+        "causes",
+        (
+            "evidence entry extent operands healing normalisation fused state applied optimizer domain inverse special division"
+            " quotients infinities reductions exponentials ranges masking derivatives degenerate unclassified *"
+        ),
+    ),
+    (
+        "What makes it finite",
+        "remedies",
+        "proposal domain masking precision reductions stable data updates alone wording *",
+    ),
+    ("The answer", "answer", "witness story explain trial driver"),
+    ("The training loop", "loop", "modes training incident guard"),
+    ("Reports", "reports", "words terminal *"),
+    ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
+    ("What a user calls", "", "cli __main__"),
+)
+"""Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""
+
+
+def _names(folder: str, modules: str) -> str:
+    if not folder:
+        return modules
+    names = [folder if module == "*" else f"{folder}.{module}" for module in modules.split()]
+    return " ".join(names if folder in names else [folder, *names])
+
+
+LAYERS = {title: _names(folder, modules) for title, folder, modules in _FOLDERS}
 """Layer: its modules, in order."""
 
 ORDER = [module for modules in LAYERS.values() for module in modules.split()]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bisect_nan.capture import record
 from bisect_nan.finding import Phase
+from bisect_nan.recording.capture import record
 
 
 class Split(torch.autograd.Function):

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from bisect_nan import blame, finite
-from bisect_nan.neutral import distinct, neutralised
+from bisect_nan import finite
+from bisect_nan.replaying import blame
+from bisect_nan.replaying.neutral import distinct, neutralised
 
 NAN, INF = math.nan, math.inf
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bisect_nan import Snapshot, finite, locate
-from bisect_nan.bounds import Bounds
-from bisect_nan.confirm import Interventions
-from bisect_nan.dependence import Dependence
-from bisect_nan.replay import Run
-from bisect_nan.stretch import Stretch
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.blaming.confirm import Interventions
+from bisect_nan.blaming.trace import Birth, Origin
+from bisect_nan.replaying.bounds import Bounds
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Run
+from bisect_nan.replaying.stretch import Stretch
 
 SCALES = (1e-30, 1.0, 240.0, 6e4, 1e19, 3e38, math.inf, math.nan)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -17,12 +17,12 @@ from steps import STEPS, applied, squared
 from test_replay import same
 from torch import nn
 
-from bisect_nan.capture import record, record_update, scalar_loss
-from bisect_nan.dependence import Dependence
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
-from bisect_nan.replay import Run, own_generator
-from bisect_nan.stretch import Stretch
+from bisect_nan.recording.capture import record, record_update, scalar_loss
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Run, own_generator
+from bisect_nan.replaying.stretch import Stretch
 
 
 def fingerprint(item: Any) -> Any:

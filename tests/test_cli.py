@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from bisect_nan import cli
 from bisect_nan.causes import CAUSES
-from bisect_nan.child import Crash, Request
-from bisect_nan.crash import describe_crash
+from bisect_nan.command.child import Crash, Request
+from bisect_nan.command.crash import describe_crash
 from bisect_nan.finding import Finding, Verdict
 
 CASE = """
@@ -180,7 +180,7 @@ def test_crashing_kernel_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path)
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
-        "if 'bisect_nan.worker' in ' '.join(sys.orig_argv):\n"
+        "if 'bisect_nan.command.worker' in ' '.join(sys.orig_argv):\n"
         "    import torch\n"
         "    call = torch._ops.OpOverload.__call__\n"
         "    def deadly(self, /, *args, **kwargs):\n"
@@ -259,7 +259,7 @@ def test_explain_suggests() -> None:
 
 def test_every_verdict_has_a_status() -> None:
     """Only a clean step is 0 and only a located fault is 1; everything else cannot tell."""
-    from bisect_nan import worker  # noqa: PLC0415  (meant to be the child; imported here for its table)
+    from bisect_nan.command import worker  # noqa: PLC0415  (meant to be the child; imported here for its table)
 
     statuses = {verdict: worker.STATUS.get(verdict, 125) for verdict in Verdict}
     assert statuses[Verdict.CLEAN] == 0

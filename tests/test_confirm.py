@@ -11,11 +11,11 @@ import torch
 from calls import stretch_of
 
 from bisect_nan import Snapshot, finite
-from bisect_nan.confirm import NEUTRALS, Interventions
-from bisect_nan.program import Program
-from bisect_nan.replay import Run
-from bisect_nan.reproduce import walk
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.blaming.confirm import NEUTRALS, Interventions
+from bisect_nan.blaming.trace import Birth, Origin
+from bisect_nan.recording.program import Program
+from bisect_nan.replaying.replay import Run
+from bisect_nan.replaying.reproduce import walk
 
 NAN, INF = math.nan, math.inf
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from steps import STEPS, applied
 from test_replay import all_targets, replayed, same, stretch_of
 
-from bisect_nan.capture import Recording, record
-from bisect_nan.dependence import Dependence
+from bisect_nan.recording.capture import Recording, record
+from bisect_nan.replaying.dependence import Dependence
 
 
 @functools.cache

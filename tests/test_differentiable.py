@@ -9,15 +9,15 @@ import torch
 from steps import STEPS
 from torch import nn
 
-from bisect_nan.capture import Recording, record
-from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Rerun, Types
 from bisect_nan.finding import Phase
 from bisect_nan.finite import same
-from bisect_nan.program import Node
-from bisect_nan.replay import Run, own_generator
-from bisect_nan.stretch import Stretch
-from bisect_nan.tracking import saved
+from bisect_nan.recording.capture import Recording, record
+from bisect_nan.recording.program import Node
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.differentiable import Rerun, Types
+from bisect_nan.replaying.replay import Run, own_generator
+from bisect_nan.replaying.stretch import Stretch
+from bisect_nan.replaying.tracking import saved
 
 CUSTOM = {"hooks_that_change_gradients"}
 """Steps whose backward pass is not what autograd derives from their calls."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from bisect_nan import Finding, Phase, Snapshot, Verdict, locate
 from bisect_nan.finding import SearchCost
-from bisect_nan.reproduce import Pass, walk
+from bisect_nan.replaying.reproduce import Pass, walk
 
 FEW = settings(
     max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
@@ -311,7 +311,7 @@ def test_a_replay_that_differs_from_time_to_time(
                 done.run.env[number] = torch.zeros_like(done.run.env[number])
         return done
 
-    driver = importlib.import_module("bisect_nan.driver")  # the package's attribute of this name is the function
+    driver = importlib.import_module("bisect_nan.answer.driver")  # the package's attribute of this name is the function
     monkeypatch.setattr(driver, "walk", sometimes)
     finding = locate(failing())
     assert finding.verdict is verdict

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bisect_nan.environment import Environment
 from bisect_nan.errors import SnapshotError
+from bisect_nan.snapshots.environment import Environment
 
 ELSEWHERE: dict[str, Any] = {
     "torch_version": "2.11.0",

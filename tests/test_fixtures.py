@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bisect_nan import Finding, Verdict, locate
-from bisect_nan.child import Request
-from bisect_nan.targets import load_target
+from bisect_nan.command.child import Request
+from bisect_nan.command.targets import load_target
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "fixtures"

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from random_programs import Plan, RandomProgram, programs
 from torch import nn
 
-from bisect_nan import Finding, Snapshot, Verdict, finite, frontiers, locate
-from bisect_nan.dependence import Dependence
-from bisect_nan.replay import Run
-from bisect_nan.stretch import Stretch
+from bisect_nan import Finding, Snapshot, Verdict, finite, locate
+from bisect_nan.recording import frontiers
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Run
+from bisect_nan.replaying.stretch import Stretch
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bisect_nan.generators import Draws, GeneratorStates, ProcessGenerators, source_of, state_of
-from bisect_nan.program import GeneratorRef
+from bisect_nan.recording.generators import Draws, GeneratorStates, ProcessGenerators, source_of, state_of
+from bisect_nan.recording.program import GeneratorRef
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)

@@ -10,11 +10,11 @@ import torch
 from calls import stretch_of
 
 from bisect_nan import Snapshot, finite
-from bisect_nan.dependence import Dependence
-from bisect_nan.hidden import Census
-from bisect_nan.intent import Intent
-from bisect_nan.reproduce import walk
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.blaming.hidden import Census
+from bisect_nan.blaming.trace import Birth, Origin
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.intent import Intent
+from bisect_nan.replaying.reproduce import walk
 
 INF = math.inf
 

@@ -15,20 +15,40 @@ PACKAGE = ROOT / "bisect_nan"
 LONGEST = 320
 """Lines of a module; a longer one holds a second idea."""
 
-TRUSTED = {"recorder", "replay", "stretch", "calls", "lines", "values", "traits", "generators", "uninitialized"}
+TRUSTED = {
+    "recording.recorder",
+    "replaying.replay",
+    "replaying.stretch",
+    "recording.calls",
+    "recording.lines",
+    "recording.values",
+    "recording.traits",
+    "recording.generators",
+    "recording.uninitialized",
+}
 """Modules that see every call while it happens, or make it happen again: they may use any private name of torch."""
 
 INTERNALS = {
     # An operator's schema, which has no public accessor.
-    **{module: {"_schema"} for module in ("program", "operators", "explain", "influence", "intent", "trace")},
+    **{
+        module: {"_schema"}
+        for module in (
+            "recording.program",
+            "snapshots.operators",
+            "answer.explain",
+            "replaying.influence",
+            "replaying.intent",
+            "blaming.trace",
+        )
+    },
     # The parts of a sparse tensor; the public ones refuse uncoalesced ones.
     "finite": {"_indices", "_values"},
-    "confirm": {"_values"},
-    "storages": {"_indices", "_values", "_neg_view"},
+    "blaming.confirm": {"_values"},
+    "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
-    "live": {"_version"},
+    "recording.live": {"_version"},
     # What keeps `cond` from being compiled.
-    "setting": {"_C", "_dispatch_cache"},
+    "recording.setting": {"_C", "_dispatch_cache"},
 }
 """Module: the private names of torch that it may use."""
 
@@ -139,7 +159,7 @@ def forbidden(tree: ast.AST, name: str) -> Iterator[str]:
                 yield called
             if called.endswith((".exec_module", "import_module")) and name not in (
                 "",
-                "user_code",
+                "command.user_code",
             ):  # the package loads its own names
                 yield called
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from bisect_nan.influence import depended_on
+from bisect_nan.replaying.influence import depended_on
 
 
 def sources(

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from bisect_nan import Snapshot
-from bisect_nan.dependence import Dependence
-from bisect_nan.inquest import Inquest, is_known, without
-from bisect_nan.intent import Intent
-from bisect_nan.reproduce import walk
-from bisect_nan.stretch import Stretch
-from bisect_nan.trace import Birth, Origin
+from bisect_nan.blaming.inquest import Inquest, is_known, without
+from bisect_nan.blaming.trace import Birth, Origin
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.intent import Intent
+from bisect_nan.replaying.reproduce import walk
+from bisect_nan.replaying.stretch import Stretch
 
 
 def inquest(step: Callable[[Any, Any], torch.Tensor], model: nn.Module, batch: Any) -> tuple[Inquest, Snapshot]:

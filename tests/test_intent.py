@@ -11,9 +11,9 @@ from calls import run_all
 from torch import nn
 
 from bisect_nan import Phase, Snapshot
-from bisect_nan.dependence import Dependence
-from bisect_nan.intent import Intent, is_mask
-from bisect_nan.program import Placeholder
+from bisect_nan.recording.program import Placeholder
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.intent import Intent, is_mask
 
 NAN, INF = math.nan, math.inf
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bisect_nan.finding import SourceLine
-from bisect_nan.lines import Lines
+from bisect_nan.recording.lines import Lines
 
 LINES = Lines()
 
@@ -62,7 +62,7 @@ def test_code_without_a_file_has_a_line_when_nothing_better_is_there() -> None:
     """`python -c` and the like are reported as <string>; code that a library generated is reported at its caller."""
     script = (
         "import sys; sys.path[:0] = %r\n"
-        "from bisect_nan.lines import Lines\n"
+        "from bisect_nan.recording.lines import Lines\n"
         "lines = Lines()\n"
         "def ask():\n"
         "    return lines.caller()\n"

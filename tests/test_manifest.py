@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bisect_nan
-from bisect_nan.arguments import read_argument, write_argument
-from bisect_nan.encoding import row_major
 from bisect_nan.errors import SnapshotError
-from bisect_nan.manifest import Manifest
-from bisect_nan.operators import resolve
-from bisect_nan.program import GeneratorRef, Ref
-from bisect_nan.snapshot import Snapshot
+from bisect_nan.recording.program import GeneratorRef, Ref
+from bisect_nan.snapshots.arguments import read_argument, write_argument
+from bisect_nan.snapshots.encoding import row_major
+from bisect_nan.snapshots.manifest import Manifest
+from bisect_nan.snapshots.operators import resolve
+from bisect_nan.snapshots.snapshot import Snapshot
 
 Change = Callable[[dict[str, Any]], Any]
 HUGE = 2**45
@@ -63,7 +63,7 @@ import sys, types
 package = types.ModuleType("bisect_nan")
 package.__path__ = [{str(Path(bisect_nan.__file__).parent)!r}]
 sys.modules["bisect_nan"] = package
-from bisect_nan.manifest import Manifest
+from bisect_nan.snapshots.manifest import Manifest
 manifest = Manifest.read({str(path)!r})
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(manifest.symptom["kind"], manifest.step_number, manifest.placeholders[0]["name"], manifest.describe_node(0))
@@ -371,7 +371,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_snapshot import replay
 from bisect_nan import ReplayError
-from bisect_nan.snapshot import Snapshot
+from bisect_nan.snapshots.snapshot import Snapshot
 for path in sorted(Path(sys.argv[2]).glob("*.safetensors")):
     try:
         replay(Snapshot.load(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bisect_nan.modes import Modes
+from bisect_nan.loop.modes import Modes
 
 
 def present() -> tuple[bool, bool, torch.dtype]:

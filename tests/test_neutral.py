@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bisect_nan import neutral
+from bisect_nan.replaying import neutral
 
 NAN, INF = math.nan, math.inf
 

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from bisect_nan.capture import record
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
-from bisect_nan.program import Node, Program, Targets
-from bisect_nan.recorder import Recorder
+from bisect_nan.recording.capture import record
+from bisect_nan.recording.program import Node, Program, Targets
+from bisect_nan.recording.recorder import Recorder
 
 
 def program_of(model: Any, batch: Any, step: Callable[[Any, Any], Any]) -> Program:

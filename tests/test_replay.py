@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import STEPS, Case
 
-from bisect_nan.capture import Recording, record, scalar_loss
-from bisect_nan.dependence import Dependence
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import same
-from bisect_nan.replay import Executed, Run, as_recorded, own_generator
-from bisect_nan.stretch import Stretch
+from bisect_nan.recording.capture import Recording, record, scalar_loss
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Executed, Run, as_recorded, own_generator
+from bisect_nan.replaying.stretch import Stretch
 
 
 def all_targets(recording: Recording) -> list[int]:

@@ -12,8 +12,8 @@ from calls import stretch_of
 from torch.nn import functional
 
 from bisect_nan import Snapshot, locate
-from bisect_nan.reproduce import walk
-from bisect_nan.samples import Rows, Samples
+from bisect_nan.blaming.samples import Rows, Samples
+from bisect_nan.replaying.reproduce import walk
 
 NAN, INF = math.nan, math.inf
 ROWS = 5

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bisect_nan import Phase, Snapshot, locate
-from bisect_nan.scaling import loss_scale
+from bisect_nan.blaming.scaling import loss_scale
 
 SCALE = torch.tensor(65536.0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bisect_nan.setting import eager, module_paths, old_objects_left_alone
+from bisect_nan.recording.setting import eager, module_paths, old_objects_left_alone
 
 
 class Failing(nn.Module):

@@ -20,13 +20,13 @@ from safetensors import safe_open
 from steps import STEPS
 from torch import nn
 
-from bisect_nan.dependence import Dependence
 from bisect_nan.errors import SnapshotError
 from bisect_nan.finite import same
-from bisect_nan.program import Node, Program
-from bisect_nan.replay import Run, own_generator
-from bisect_nan.snapshot import Snapshot
-from bisect_nan.stretch import Stretch
+from bisect_nan.recording.program import Node, Program
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.replay import Run, own_generator
+from bisect_nan.replaying.stretch import Stretch
+from bisect_nan.snapshots.snapshot import Snapshot
 
 # What a file has to cope with, rather than the recorder.
 CARRIED = [
@@ -277,8 +277,8 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path: Path) ->
     before = path.read_bytes()
     code = f"""
 import os, signal, torch
-from bisect_nan import storages
-from bisect_nan.snapshot import Snapshot
+from bisect_nan.snapshots import storages
+from bisect_nan.snapshots.snapshot import Snapshot
 def write_half(file, storage):
     file.write(b"x" * (storage.nbytes() // 2))
     file.flush()

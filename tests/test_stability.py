@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from bisect_nan import Snapshot, Verdict, locate, stability
-from bisect_nan.capture import Observed
-from bisect_nan.dependence import Dependence
+from bisect_nan import Snapshot, Verdict, locate
 from bisect_nan.finding import Symptom
-from bisect_nan.setting import is_compiled
-from bisect_nan.stretch import Stretch
+from bisect_nan.recording.capture import Observed
+from bisect_nan.recording.setting import is_compiled
+from bisect_nan.replaying import stability
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.stretch import Stretch
 
 TURNS = itertools.count()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bisect_nan.state import Surroundings, optimizer_tensors
+from bisect_nan.recording.state import Surroundings, optimizer_tensors
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from bisect_nan import Verdict, locate
-from bisect_nan.child import Request
+from bisect_nan.command.child import Request
+from bisect_nan.command.targets import Target
+from bisect_nan.command.targets import load_target as load
 from bisect_nan.errors import BisectNanError, SnapshotError, TargetError
-from bisect_nan.targets import Target
-from bisect_nan.targets import load_target as load
 
 CASE = """
 import torch

@@ -12,10 +12,10 @@ from calls import run_all, stretch_of
 from torch import nn
 
 from bisect_nan import Snapshot, finite
-from bisect_nan.dependence import Dependence
-from bisect_nan.intent import Intent
-from bisect_nan.reproduce import walk
-from bisect_nan.trace import Birth, Marks, Origin, Trail
+from bisect_nan.blaming.trace import Birth, Marks, Origin, Trail
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.intent import Intent
+from bisect_nan.replaying.reproduce import walk
 
 NAN, INF = math.nan, math.inf
 

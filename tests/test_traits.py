@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bisect_nan import traits
-from bisect_nan.program import Ref, tensors
-from bisect_nan.traits import Traits
+from bisect_nan.recording import traits
+from bisect_nan.recording.program import Ref, tensors
+from bisect_nan.recording.traits import Traits
 
 aten = torch.ops.aten
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bisect_nan.capture import record_update
-from bisect_nan.program import Program
-from bisect_nan.stretch import Env
-from bisect_nan.trend import within
+from bisect_nan.blaming.trend import within
+from bisect_nan.recording.capture import record_update
+from bisect_nan.recording.program import Program
+from bisect_nan.replaying.stretch import Env
 
 
 def recorded() -> tuple[Program, Env]:

@@ -15,11 +15,11 @@ from kinds import KINDS, Kind, fields, gradients, infinities, prepared, structur
 from torch import nn
 
 from bisect_nan import Culprit, Snapshot, locate
+from bisect_nan.answer.trial import EXECUTIONS, Trial
 from bisect_nan.causes import CAUSES
 from bisect_nan.finding import Remedy
 from bisect_nan.remedies import BY_CAUSE, Proposal, Site
 from bisect_nan.remedies.proposal import instead
-from bisect_nan.trial import EXECUTIONS, Trial
 
 PARTS = (fields, gradients, infinities, structure)
 """The modules that fill `KINDS`."""

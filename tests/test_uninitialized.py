@@ -11,7 +11,7 @@ from test_replay import all_targets, replayed, same
 from torch import nn
 from torch.nn import functional
 
-from bisect_nan.capture import Recording, record
+from bisect_nan.recording.capture import Recording, record
 
 
 @pytest.fixture

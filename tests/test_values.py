@@ -10,8 +10,8 @@ import torch
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
-from bisect_nan.program import NO_STORAGE
-from bisect_nan.values import Values
+from bisect_nan.recording.program import NO_STORAGE
+from bisect_nan.recording.values import Values
 
 
 def test_a_tensor_is_what_it_shows() -> None:

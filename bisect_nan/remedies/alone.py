@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
 from bisect_nan import finite
 from bisect_nan.causes.evidence import Call
-from bisect_nan.differentiable import Change, stays
-from bisect_nan.program import Tracking, tensors
+from bisect_nan.recording.program import Tracking, tensors
 from bisect_nan.remedies.proposal import Proposal, Site
+from bisect_nan.replaying.differentiable import Change, stays
 
 
 def helps(site: Site, proposal: Proposal) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from bisect_nan import finite
+from bisect_nan.blaming.samples import Batch
 from bisect_nan.finding import Phase
-from bisect_nan.neutral import typical
 from bisect_nan.remedies.proposal import Proposal, Site
-from bisect_nan.samples import Batch
+from bisect_nan.replaying.neutral import typical
 
 ISOLATED = 0.01
 """Share of bad elements up to which replacing them by a number is offered: more of them means that something upstream is wrong."""

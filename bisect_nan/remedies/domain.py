@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bisect_nan.causes.evidence import base_name
-from bisect_nan.program import Arguments
+from bisect_nan.recording.program import Arguments
 from bisect_nan.remedies.proposal import Proposal, Site, instead, operands, type_name
 
 _TINY = torch.finfo(torch.float32).tiny

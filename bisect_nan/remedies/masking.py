@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
-from bisect_nan.differentiable import Change
-from bisect_nan.program import Arguments
+from bisect_nan.recording.program import Arguments
 from bisect_nan.remedies.proposal import Proposal, Site, operands, written
+from bisect_nan.replaying.differentiable import Change
 
 _SCORES = {
     "_softmax": "self",

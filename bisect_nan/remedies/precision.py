@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
-from bisect_nan.differentiable import Change, Types
-from bisect_nan.program import Arguments, Node, Program, tensors
+from bisect_nan.recording.program import Arguments, Node, Program, tensors
 from bisect_nan.remedies.proposal import Proposal, Site, operands, type_name
+from bisect_nan.replaying.differentiable import Change, Types
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _WRITTEN = {torch.float32: ".float()", torch.float64: ".double()"}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from bisect_nan.causes.evidence import Call, Evidence
-from bisect_nan.dependence import Dependence
-from bisect_nan.differentiable import Change, Types
 from bisect_nan.finding import Culprit
-from bisect_nan.program import Arguments, Node, Program, Ref, named
-from bisect_nan.stretch import Env
+from bisect_nan.recording.program import Arguments, Node, Program, Ref, named
+from bisect_nan.replaying.dependence import Dependence
+from bisect_nan.replaying.differentiable import Change, Types
+from bisect_nan.replaying.stretch import Env
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bisect_nan.program import Arguments
+from bisect_nan.recording.program import Arguments
 from bisect_nan.remedies.proposal import Proposal, Site, instead, written
 
 _MEAN, _SUM = 1, 2

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from bisect_nan.causes.evidence import base_name
-from bisect_nan.differentiable import Change
-from bisect_nan.program import Arguments, Node
+from bisect_nan.recording.program import Arguments, Node
 from bisect_nan.remedies.proposal import Proposal, Site
+from bisect_nan.replaying.differentiable import Change
 
 _MANY = 32
 """Calls of a line that are looked at; each asks all calls of the step whether they use its result."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map
 
-from bisect_nan.differentiable import Types
 from bisect_nan.finding import Phase
-from bisect_nan.program import Arguments, Node
+from bisect_nan.recording.program import Arguments, Node
 from bisect_nan.remedies.proposal import Proposal, Site, operands
+from bisect_nan.replaying.differentiable import Types
 
 _SENSIBLE = 1e-3
 """A learning rate, or any other hyper-parameter, that is a number at all."""

@@ -1,0 +1,1 @@
+"""From the operations to blame to what a user reads."""

@@ -1,0 +1,1 @@
+"""From the symptom to the operations that made it."""

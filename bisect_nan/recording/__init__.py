@@ -1,0 +1,1 @@
+"""A training step as it runs, written down call by call."""

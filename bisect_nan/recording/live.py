@@ -1,0 +1,70 @@
+"""Notices when tensors of a running training, which a captured snapshot refers to, are written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves  # torch 2.6 to 2.13
+
+from bisect_nan.recording.capture import Recording
+from bisect_nan.recording.state import optimizer_tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """A tensor of the running training.
+
+    Attributes:
+        name: What it is called in the program.
+        tensor: The tensor.
+        writes: How often it had been written to when this object was made.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    writes: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has been written to since."""
+        return writes(self.tensor) != self.writes
+
+
+def watch(
+    recording: Recording, model: Any, batch: Any = None, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Live, ...]:
+    """Return the tensors of model, batch and optimizer whose memory a recording's placeholders show.
+
+    The recording's own tensors would not tell: they were made below autograd, where torch gives views a count of their own.
+    """
+    names: dict[int, str] = {}
+    for placeholder in recording.program.placeholders:
+        tensor = recording.tensors[placeholder.value]
+        if tensor.layout is torch.strided:
+            names.setdefault(tensor.untyped_storage().data_ptr(), placeholder.name)
+    found = []
+    for tensor in _tensors(model, batch, optimizer):
+        if tensor.layout is torch.strided and not tensor.is_inference():  # torch does not count those
+            name = names.get(tensor.untyped_storage().data_ptr())
+            if name is not None:
+                found.append(Live(name, tensor, writes(tensor)))
+    return tuple(found)
+
+
+def _tensors(model: Any, batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+    if isinstance(model, nn.Module):
+        yield from model.parameters()
+        yield from model.buffers()
+    yield from (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    if optimizer is not None:
+        yield from (tensor for _, tensor in optimizer_tensors(optimizer))
+        yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to."""
+    return tensor._version  # noqa: SLF001  (described in torch's notes on autograd)

@@ -1,0 +1,1 @@
+"""A recorded step run again, in part or with changes."""

@@ -1,0 +1,1 @@
+"""A recorded step as a file."""
