@@ -46,7 +46,7 @@ INTERNALS = {
     "blaming.confirm": {"_values"},
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
-    "recording.live": {"_version"},
+    "recording.live": {"_version", "_unsafe_preserve_version_counter"},
     # What keeps `cond` from being compiled.
     "recording.setting": {"_C", "_dispatch_cache"},
 }
@@ -132,6 +132,7 @@ def test_the_public_names() -> None:
         "Culprit",
         "Finding",
         "Guard",
+        "LoopMistake",
         "NonFiniteStep",
         "Phase",
         "RecordingError",
