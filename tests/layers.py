@@ -35,7 +35,7 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("The training loop", "loop", "modes training incident guard"),
+    ("The training loop", "loop", "modes training growth assurance incident guard"),
     ("Reports", "reports", "words terminal *"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
     ("What a user calls", "", "cli __main__"),
