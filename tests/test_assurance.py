@@ -14,7 +14,7 @@ from torch import nn
 
 from bisect_nan import finite
 from bisect_nan.loop.assurance import Assurance, unknown_sources
-from bisect_nan.loop.growth import GROWTHS, PARAMETER, SCALARS, SIGNED, Bounds, Group, Range, after
+from bisect_nan.loop.growth import GROWTHS, PARAMETER, RATIO, REST, SCALARS, SIGNED, Bounds, Group, Range, after
 from bisect_nan.loop.training import Training
 from bisect_nan.norms import norms
 
@@ -112,7 +112,7 @@ def trainings(draw: st.DrawFn) -> tuple[Training, st.SearchStrategy[float]]:
     return training, numbers
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(trainings(), st.integers(1, 6), st.data())
 def test_an_assured_update_leaves_everything_finite(
     case: tuple[Training, st.SearchStrategy[float]], updates: int, data: st.DataObject
@@ -131,7 +131,7 @@ def test_an_assured_update_leaves_everything_finite(
             assurance.advance()
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(trainings(), st.integers(1, 6), st.data())
 def test_bounds_stay_above_what_they_bound(
     case: tuple[Training, st.SearchStrategy[float]], updates: int, data: st.DataObject
@@ -154,6 +154,9 @@ def test_bounds_stay_above_what_they_bound(
                 low, high = (float(end) for end in torch.aminmax(value))
                 assert max(-low, high) <= SCALARS.get(name, bounds.get(name, math.inf))
                 assert low >= 0 or name in SIGNED
+            if RATIO in bounds:
+                related = bounds[RATIO] * state["exp_avg_sq"].double().sqrt() + bounds[REST]
+                assert (state["exp_avg"].double().abs() <= related).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -184,8 +187,8 @@ def trained(training: Training, updates: int) -> list[bool]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_decay(kind: Any) -> None:
-    """Bounds that weight decay drives up, as gradients depend on parameters, are measured again before they are of no use."""
-    assert all(trained(made(kind, torch.float32, weight_decay=0.01), 100))
+    """It makes gradients depend on parameters, which drives the bounds of some optimizers up; these are measured again."""
+    assert all(trained(made(kind, torch.float32, weight_decay=0.01), 300))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ class Subclass(torch.optim.SGD):
         (torch.optim.SGD, {"differentiable": False, "lr": math.inf}),
         (torch.optim.Adam, {"eps": 0.0}),
         (torch.optim.Adam, {"eps": 1e-50}),
-        (torch.optim.Adam, {"lr": 1e30}),
+        (torch.optim.Adam, {"lr": 1e37}),
         (torch.optim.Adam, {"betas": (0.9, 1 - 1e-12)}),
     ],
 )
@@ -277,16 +280,32 @@ def test_changes_from_outside(change: Callable[[Training], object]) -> None:
     assert not assurance.holds(norm)
 
 
-def test_writes_that_torch_does_not_count() -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_writes_that_torch_does_not_count(told: bool) -> None:
     """A write through `.data` has to be told about."""
     training = made(torch.optim.SGD, torch.float32)
     assurance = Assurance(training)
-    norm = backward(training, lambda: 1.0)
-    assert assurance.holds(norm)
+    assert assurance.holds(backward(training, lambda: 1.0))
+    training.optimizer.step()
+    assurance.advance()
     training.parameters()[0].data.fill_(1e38)
-    assert assurance.holds(norm)
-    assurance.forget()
-    assert not assurance.holds(norm)
+    if told:
+        assurance.forget()
+    assert assurance.holds(1.0) != told
+
+
+def test_an_update_that_was_not_assured() -> None:
+    """What it left is measured: a fused update counts as no write."""
+    training = made(torch.optim.SGD, torch.float32, momentum=0.9, dampening=-9.0, fused=True)
+    assert trained(training, 2) == [True, True]
+    assurance = Assurance(training)
+    assert assurance.holds(backward(training, lambda: 1.0))
+    training.optimizer.step()
+    assurance.advance()
+    assert not assurance.holds(backward(training, lambda: 3e38))
+    training.optimizer.step()
+    assert not all_finite(training)
+    assert not assurance.holds(backward(training, lambda: 1.0))
 
 
 def test_shared_memory() -> None:

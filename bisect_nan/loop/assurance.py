@@ -8,6 +8,7 @@ import inspect
 import math
 import operator
 import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,14 +35,14 @@ KNOWN = frozenset(
         "33c98d8a8fc789697a7bfecbe7aaf39f6346c42fef935169402d05ea131a38e7",  # torch.optim.sgd of torch 2.13
     }
 )
-"""Hashes of the source files of torch/optim that the bounds were derived from. With any other, nothing is claimed."""
+"""Hashes of the source files of torch/optim that the bounds were derived from. With any other, nothing is assured."""
 
 _TYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DEVICES = frozenset({"cpu", "cuda"})
-"""Those whose kernels were read."""
+"""Those whose kernels were read; both compute halves in float32, or round them after each operation."""
 
 _REFRESH = 1000
-"""Updates after which bounds are measured again, though they hold: `.data` can be written to without being noticed."""
+"""Updates after which bounds are measured again, though they hold: not every write is noticed."""
 
 _UNSEEN = 1e-18
 """In float32 a sum of squares loses elements below 1e-19."""
@@ -62,8 +63,9 @@ class Assurance:
 
     The bounds follow from the code of torch's optimizers and from their settings, which are read anew for every update. Whatever
     is not known (another class, a setting on an accelerator, a tensor of another kind) is not assured. Writes to parameters and
-    state from outside are noticed, and the bounds measured again; only writes through `.data` to the same memory, which torch
-    does not count, are not, for up to 1000 updates: what goes bad by those is not the update's doing.
+    state from outside are noticed, and the bounds measured again. Those that torch does not count are not: through `.data` to
+    the same memory, and by the fused update of another optimizer. Tell of them with `forget`; else the bounds are wrong for up
+    to 1000 updates, and what goes bad then is not the update's doing.
     """
 
     def __init__(self, training: Training) -> None:
@@ -81,7 +83,7 @@ class Assurance:
         self._bounds: Bounds | None = None
         self._next: Bounds | None = None
         self._tensors: list[Any] = []  # that the bounds are about
-        self._marks: list[Any] = []  # and what changes when somebody writes to them
+        self._marks: list[int] = []  # and what changes when somebody writes to them
         self._age = self._pause = self._paused = 0
 
     def holds(self, gradient_norm: float) -> bool:
@@ -93,24 +95,25 @@ class Assurance:
         Args:
             gradient_norm: The 2-norm over all gradients.
         """
-        self._next = None
         gradient = 1.01 * gradient_norm + _UNSEEN
-        if not self._is_plain() or self._proof({PARAMETER: 0.0}, gradient) is None:
+        # Nothing is known about what comes after this until `advance`: fused updates are not counted as writes.
+        bounds, self._bounds, self._next = self._bounds, None, None
+        if not self._is_plain():
             return False
-        if self._bounds is not None and self._age < _REFRESH and self._is_unchanged():
-            self._next = self._proof(self._bounds, gradient)
-        if self._next is None and self._may_measure():
-            self._bounds, self._age = self._measured(), 0
-            self._next = None if self._bounds is None else self._proof(self._bounds, gradient)
+        if bounds is not None and self._age < _REFRESH and self._is_unchanged():
+            self._next = self._proof(bounds, gradient)
+        if self._next is None and self._may_measure(gradient):
+            measured, self._age = self._measured(), 0
+            self._next = None if measured is None else self._proof(measured, gradient)
             self._pause = 0 if self._next is not None else min(2 * self._pause + 1, _PATIENCE)
-            self._watch()
         return self._next is not None
 
     def advance(self) -> None:
         """Move the bounds on, after an update for which they held."""
         self._bounds, self._next = self._next, None
         self._age += 1
-        self._watch()
+        self._tensors = self._present()
+        self._marks = self._marked()
 
     def forget(self) -> None:
         """Measure again before the next update: parameters or state were written to in a way that is not noticed."""
@@ -139,55 +142,41 @@ class Assurance:
             return False
         if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
             return False  # a fused optimizer is to unscale the gradients itself
-        dtypes = set()
-        for parameter in self._training.parameters():
-            dtype, gradient = parameter.dtype, parameter.grad
-            dtypes.add(dtype)
-            if gradient is not None and not (
-                gradient.dtype is dtype and gradient.layout is torch.strided and type(gradient) is torch.Tensor
-            ):
-                return False
-        if dtypes <= _TYPES:
-            self._numbers = Range.of(frozenset(dtypes))
-            return True
-        return False
+        parameters = self._training.parameters()
+        there = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        dtypes = {parameter.dtype for parameter in parameters}
+        plain = {gradient.layout for gradient in there} <= {torch.strided} and set(map(type, there)) <= {torch.Tensor}
+        if not plain or not {gradient.dtype for gradient in there} <= dtypes <= _TYPES:
+            return False
+        self._numbers = Range.of(frozenset(dtypes))
+        return True
 
     def _last_hook(self) -> int | None:
         """Return the number of the last hook that runs before an update, if there is one."""
         optimizer: Any = self._training.optimizer
         return next(reversed(optimizer._optimizer_step_pre_hooks), None)  # noqa: SLF001  (nothing public tells)
 
-    def _watch(self) -> None:
-        """Remember the tensors that the bounds are about as they are now."""
-        if self._bounds is not None:
-            self._tensors = self._present()
-            self._marks = self._present_marks()
-
     def _is_unchanged(self) -> bool:
         """Whether the same tensors are there, and nobody has written to them."""
         present = self._present()
         same = len(present) == len(self._tensors) and all(map(operator.is_, present, self._tensors))
-        return same and self._present_marks() == self._marks
+        return same and self._marked() == self._marks
 
     def _present(self) -> list[Any]:
         """Return parameters and state."""
-        kept = self._training.optimizer.state.values()
-        return [
-            *self._training.parameters(),
-            *(value for state in kept for value in state.values() if value is not None),
-        ]
+        kept = [value for state in self._training.optimizer.state.values() for value in state.values()]
+        return [*self._training.parameters(), *(value for value in kept if value is not None)]
 
-    def _present_marks(self) -> list[Any]:
+    def _marked(self) -> list[int]:
         """Return how often each tensor was written to, and where parameters lie, which tells of new `.data`."""
-        parameters = self._training.parameters()
-        places = [parameter.data_ptr() for parameter in parameters]
-        dtypes = [parameter.dtype for parameter in parameters]
-        return [*map(writes, self._tensors), *places, *dtypes]
+        return [*map(writes, self._tensors), *map(torch.Tensor.data_ptr, self._training.parameters())]
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
-    def _may_measure(self) -> bool:
-        """Whether it is worth it: after measuring in vain, the next tries are further and further apart."""
+    def _may_measure(self, gradient: float) -> bool:
+        """Whether it can be of use: zeros would be, and after measuring in vain, the next tries are further and further apart."""
+        if self._proof({PARAMETER: 0.0}, gradient) is None:
+            return False
         if self._paused < self._pause:
             self._paused += 1
             return False
@@ -223,15 +212,20 @@ class Assurance:
 
 
 def unknown_sources(kind: type[torch.optim.Optimizer]) -> list[str]:
-    """Return the modules of torch that an optimizer's code comes from and whose source is not the one that the bounds follow.
+    """Return what of an optimizer's code is not what the bounds follow: modules of torch, or `step` when that was replaced.
 
     Args:
         kind: One of torch's optimizers.
     """
     modules = {base.__module__ for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)}
-    step: Any = inspect.unwrap(kind.step)
-    replaced = [] if step.__code__.co_filename in {sys.modules[name].__file__ for name in modules} else ["step"]
-    return [*sorted(name for name in modules if _fingerprint(name) not in KNOWN), *replaced]
+    own = _file_of(inspect.unwrap(kind.step)) in {sys.modules[name].__file__ for name in modules}
+    return [*sorted(name for name in modules if _fingerprint(name) not in KNOWN), *([] if own else ["step"])]
+
+
+def _file_of(function: object) -> str:
+    """Return the file that a function's code comes from; empty for what has none."""
+    code = getattr(function, "__code__", None)
+    return code.co_filename if isinstance(code, types.CodeType) else ""
 
 
 @functools.cache
@@ -248,8 +242,7 @@ def _is_own(optimizer: torch.optim.Optimizer) -> bool:
     step: Any = vars(optimizer).get("step")
     if step is None:
         return True
-    scheduled = getattr(step, "__code__", None) and step.__code__.co_filename == torch.optim.lr_scheduler.__file__
-    return bool(scheduled) and step.__wrapped__ is type(optimizer).step
+    return _file_of(step) == torch.optim.lr_scheduler.__file__ and step.__wrapped__ is type(optimizer).step
 
 
 def _is_readable(tensor: object) -> bool:

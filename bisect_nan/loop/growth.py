@@ -27,6 +27,9 @@ SIGNED = frozenset({"exp_avg", "momentum_buffer", "ax", "eta"})
 SCALARS: Mapping[str, float] = {"step": math.inf, "mu": 1.0, "mu_product": 1.0}
 """Single numbers in float32 or float64 that every update leaves finite and between 0 and these, so they need no bound."""
 
+RATIO, REST = "ratio", "rest"
+"""Of optimizers with two moments: the first is at most this ratio times the root of the second, plus this rest."""
+
 _CLOSEST = 1e-6
 """How close to 1 a decay rate may be: torch computes what is left, 1 - beta**step, in float32 at worst, rounded by 6e-8."""
 
@@ -172,27 +175,49 @@ def _sgd(group: Group, before: Bounds, gradient: float, numbers: Range) -> Resul
     return {PARAMETER: parameter + group.size("lr") * update, **state}, (momentum, kept, update)
 
 
-def _moments(group: Group, before: Bounds, gradient: float) -> dict[str, float]:
-    """Bound the moving averages of a gradient and its square: they stay between the old value and the new one."""
+def _moments(group: Group, before: Bounds, gradient: float, numbers: Range) -> dict[str, float]:
+    """Bound the moving averages of a gradient and of its square: they stay between the old value and the new one."""
     first, second = max(before.get("exp_avg", 0.0), gradient), max(before.get("exp_avg_sq", 0.0), gradient * gradient)
-    state = {"exp_avg": first, "exp_avg_sq": second}
+    state = {"exp_avg": first, "exp_avg_sq": second, **_related(group, before, first, numbers)}
     if group.settings.get("amsgrad"):
         state["max_exp_avg_sq"] = max(before.get("max_exp_avg_sq", 0.0), second)
     return state
 
 
+def _related(group: Group, before: Bounds, first: float, numbers: Range) -> dict[str, float]:
+    """Bound the first moment by the second.
+
+    With m' and v' before the update, m = beta1 m' + (1 - beta1) g. As v is no less than beta2 v' and than (1 - beta2) g^2, the
+    roots of v' and of g^2 are at most root(v / beta2) and root(v / (1 - beta2)), so from |m'| <= ratio root(v') + rest follows a
+    bound of |m| of the same form. Without it, weight decay would drive the bound of the parameters up exponentially.
+    """
+    beta1, beta2, growth = 1 - 2 * group.left(0), 1 - 2 * group.left(1), numbers.growth
+    remains = growth * (beta1 + growth - 1)  # 1 - beta1 is rounded by a share of 1, not of beta1
+    kept = remains * math.sqrt(growth / beta2) if beta2 > 0 else math.inf
+    if not kept < 1:
+        return {RATIO: 0.0, REST: first}
+    ratio = kept * before.get(RATIO, 0.0) + growth * 2 * group.left(0) * math.sqrt(growth / (2 * group.left(1)))
+    lost = ratio * math.sqrt(numbers.smallest) + numbers.smallest  # what the second moment loses where it is next to 0
+    return {RATIO: ratio, REST: remains * before.get(REST, before.get("exp_avg", 0.0)) + lost}
+
+
+def _normalised(state: Mapping[str, float], eps: float) -> float:
+    """Bound `first moment / (root of second moment + eps)`."""
+    return min(state["exp_avg"] / eps, _SLACK * state[RATIO] + state[REST] / eps)
+
+
 def _adam(group: Group, before: Bounds, gradient: float, numbers: Range) -> Result:
     gradient, parameter = _decayed(group, before, gradient, numbers)
-    state, eps = _moments(group, before, gradient), numbers.divisor(group["eps"])
+    state, eps = _moments(group, before, gradient, numbers), numbers.divisor(group["eps"])
     rate, root = group.size("lr") / group.left(0), numbers.divisor(math.sqrt(group.left(1)))
     first, second = state["exp_avg"], max(state["exp_avg_sq"], state.get("max_exp_avg_sq", 0.0))
     others = gradient, 2 * first, rate, rate * first, first / eps, 1 / root, math.sqrt(second) / root + eps
-    return {PARAMETER: parameter + rate * (first / eps), **state}, others
+    return {PARAMETER: parameter + rate * _normalised(state, eps), **state}, others
 
 
 def _nadam(group: Group, before: Bounds, gradient: float, numbers: Range) -> Result:
     gradient, parameter = _decayed(group, before, gradient, numbers)
-    state, eps = _moments(group, before, gradient), numbers.divisor(group["eps"])
+    state, eps = _moments(group, before, gradient, numbers), numbers.divisor(group["eps"])
     rate, left = group.size("lr") / group.left(0), numbers.divisor(group.left(1))
     first, second = state["exp_avg"], state["exp_avg_sq"]
     others = (
@@ -205,19 +230,20 @@ def _nadam(group: Group, before: Bounds, gradient: float, numbers: Range) -> Res
         second / left,
         math.sqrt(second / left) + eps,
     )
-    moved = rate * (gradient / eps) + rate * (first / eps)
+    moved = rate * (_over_root(gradient, 2 * group.left(1), eps, numbers) + _normalised(state, eps))
     return {PARAMETER: parameter + moved, **state}, (*others, group.within("momentum_decay", 0))
 
 
 def _radam(group: Group, before: Bounds, gradient: float, numbers: Range) -> Result:
     gradient, parameter = _decayed(group, before, gradient, numbers)
-    state, eps = _moments(group, before, gradient), numbers.divisor(group["eps"])
+    state, eps = _moments(group, before, gradient, numbers), numbers.divisor(group["eps"])
     corrected = state["exp_avg"] / group.left(0)
     rate = 2 * group.size("lr") / group.left(0)  # the rectification is at most 1
     # foreach computes 1 / ((root + eps) / rate); where the rate is 0, as in the first steps, that is 1 / inf = 0.
     factor = rate / eps + rate
     others = gradient, 2 * corrected, corrected * rate, rate, 1 / eps, corrected / eps, factor, group.left(1)
-    return {PARAMETER: parameter + corrected * factor, **state}, others
+    moved = rate * (_normalised(state, eps) + state["exp_avg"])
+    return {PARAMETER: parameter + moved, **state}, others
 
 
 def _adamax(group: Group, before: Bounds, gradient: float, numbers: Range) -> Result:
