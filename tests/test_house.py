@@ -47,6 +47,8 @@ INTERNALS = {
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
     "recording.live": {"_version", "_unsafe_preserve_version_counter"},
+    # The hooks that run before an update.
+    "loop.assurance": {"_optimizer_step_pre_hooks"},
     # What keeps `cond` from being compiled.
     "recording.setting": {"_C", "_dispatch_cache"},
 }
