@@ -8,7 +8,10 @@ _FOLDERS = (
     (
         "A recorded step",
         "recording",
-        "program traits generators binding lines calls values frontiers uninitialized applications recorder state setting capture live",
+        (
+            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder"
+            " holdings shown state setting capture live"
+        ),
     ),
     (
         "The crash file",
