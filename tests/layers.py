@@ -8,7 +8,10 @@ _FOLDERS = (
     (
         "A recorded step",
         "recording",
-        "program traits generators binding lines calls values frontiers uninitialized applications recorder state standing setting capture live",
+        (
+            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder"
+            " holdings shown state setting capture live"
+        ),
     ),
     (
         "The crash file",
@@ -35,7 +38,14 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("The training loop", "loop", "modes training copies sight mistakes healthy recovery shelf harmless journal incident scaler growth assurance alarm vigil late guard"),
+    (
+        "The training loop",
+        "loop",
+        (
+            "modes training healthy incident sight mistakes recovery shelf harmless copies journal scaler growth assurance alarm"
+            " vigil late guard"
+        ),
+    ),
     ("Reports", "reports", "words terminal *"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
     ("What a user calls", "", "cli __main__"),

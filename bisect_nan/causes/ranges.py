@@ -69,7 +69,9 @@ def _with_scale(evidence: Evidence, match: Match, wider: torch.dtype) -> Match:
         return match
     without = healed.values[healed.beyond | healed.inside] / evidence.loss_scale
     safe = 2.0 ** math.floor(math.log2(largest(evidence.result.dtype) / max(float(without.abs().max()), 1.0)))
-    note = f"the loss is multiplied by {evidence.loss_scale:g} at the end; without that the element is {show(without[0])},"
+    note = (
+        f"the loss is multiplied by {evidence.loss_scale:g} at the end; without that the element is {show(without[0])},"
+    )
     note += f" which fits, as it does with a scale of up to {safe:g}"
     return replace(
         match, notes=(*match.notes, note), help="lower the loss scale, or let `torch.amp.GradScaler` find one"
