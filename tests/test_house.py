@@ -43,6 +43,8 @@ INTERNALS = {
     },
     # The parts of a sparse tensor; the public ones refuse uncoalesced ones.
     "finite": {"_indices", "_values"},
+    # The norms of many tensors in one call, which `torch.nn.utils.get_total_norm` wraps in five others.
+    "norms": {"_foreach_norm"},
     "blaming.confirm": {"_values"},
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
