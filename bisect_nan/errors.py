@@ -7,7 +7,8 @@
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
     ├── TargetError         a model, loss or case named on the command line that cannot be used
-    └── NonFiniteStep       raised by Guard into a training loop
+    ├── NonFiniteStep       raised by Guard into a training loop
+    └── StressFailure       an input that stress found to make a loss non-finite
 
 Every message has three parts: what was got, what was expected, what to do.
 """
@@ -15,12 +16,13 @@ Every message has three parts: what was got, what was expected, what to do.
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from bisect_nan.finding import Symptom
+    from bisect_nan.finding import Finding, Symptom
 
 
 class BisectNanError(Exception):
@@ -91,3 +93,25 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
             got += f" ({problem})" if problem else ""
             do = f"bisect-nan run {shlex.quote(str(path))}"
         super().__init__(got, "finite numbers", do)
+
+
+class StressFailure(BisectNanError):  # noqa: N818  (as above)
+    """A legal input makes a loss or one of its gradients non-finite; the message is the report.
+
+    Attributes:
+        finding: What `locate` says about the smallest such input.
+        example: That input: the arguments of the function by name.
+        case: The file that `bisect-nan run` takes, or None when none was asked for.
+    """
+
+    def __init__(self, got: str, finding: Finding, example: Mapping[str, Any], case: Path | None) -> None:
+        """Build the message.
+
+        Args:
+            got: The input and its report.
+            finding: What was found.
+            example: The input.
+            case: The file with it.
+        """
+        self.finding, self.example, self.case = finding, example, case
+        super().__init__(got, do=f"bisect-nan run {shlex.quote(str(case))}" if case else "")

@@ -37,6 +37,8 @@ _FOLDERS = (
     ("The answer", "answer", "witness story explain trial driver"),
     ("The training loop", "loop", "modes training incident guard"),
     ("Reports", "reports", "words terminal *"),
+    ("Inputs that losses stumble over", "", "strategies"),
+    ("Stress", "stressing", "deriving trial casefile search"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
     ("What a user calls", "", "cli __main__"),
 )
