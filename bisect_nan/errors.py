@@ -7,6 +7,7 @@
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
     ├── TargetError         a model, loss or case named on the command line that cannot be used
+    │   └── CodeError       its own code raised
     ├── NonFiniteStep       raised by Guard into a training loop
     └── StressFailure       an input that stress found to make a loss non-finite
 
@@ -64,6 +65,10 @@ class SnapshotError(BisectNanError):
 
 class TargetError(BisectNanError):
     """A model, loss, weights file or case file that the user named cannot be used."""
+
+
+class CodeError(TargetError):
+    """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""
 
 
 class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)
