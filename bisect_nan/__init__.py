@@ -14,12 +14,14 @@ if TYPE_CHECKING:
         RecordingError,
         ReplayError,
         SnapshotError,
+        StressFailure,
         TargetError,
     )
     from bisect_nan.finding import Culprit, Finding, Phase, Verdict
     from bisect_nan.loop.guard import Guard
     from bisect_nan.loop.mistakes import LoopMistake
     from bisect_nan.snapshots.snapshot import Snapshot
+    from bisect_nan.stressing.search import stress
 
 __all__ = [
     "BisectNanError",
@@ -33,9 +35,11 @@ __all__ = [
     "ReplayError",
     "Snapshot",
     "SnapshotError",
+    "StressFailure",
     "TargetError",
     "Verdict",
     "locate",
+    "stress",
 ]
 
 _HOMES = {
@@ -43,6 +47,7 @@ _HOMES = {
     "Guard": "loop.guard",
     "LoopMistake": "loop.mistakes",
     "Snapshot": "snapshots.snapshot",
+    "stress": "stressing.search",
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

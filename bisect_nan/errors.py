@@ -7,7 +7,9 @@
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
     ├── TargetError         a model, loss or case named on the command line that cannot be used
-    └── NonFiniteStep       raised by Guard into a training loop
+    │   └── CodeError       its own code raised
+    ├── NonFiniteStep       raised by Guard into a training loop
+    └── StressFailure       an input that stress found to make a loss non-finite
 
 Every message has three parts: what was got, what was expected, what to do.
 """
@@ -15,12 +17,13 @@ Every message has three parts: what was got, what was expected, what to do.
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from bisect_nan.finding import Symptom
+    from bisect_nan.finding import Finding, Symptom
 
 
 class BisectNanError(Exception):
@@ -64,6 +67,10 @@ class TargetError(BisectNanError):
     """A model, loss, weights file or case file that the user named cannot be used."""
 
 
+class CodeError(TargetError):
+    """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""
+
+
 class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)
     """A training step came out non-finite; the crash snapshot is already on disk when this is raised.
 
@@ -91,3 +98,25 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
             got += f" ({problem})" if problem else ""
             do = f"bisect-nan run {shlex.quote(str(path))}"
         super().__init__(got, "finite numbers", do)
+
+
+class StressFailure(BisectNanError):  # noqa: N818  (as above)
+    """A legal input makes a loss or one of its gradients non-finite; the message is the report.
+
+    Attributes:
+        finding: What `locate` says about the smallest such input.
+        example: That input: the arguments of the function by name.
+        case: The file that `bisect-nan run` takes, or None when none was asked for.
+    """
+
+    def __init__(self, got: str, finding: Finding, example: Mapping[str, Any], case: Path | None) -> None:
+        """Build the message.
+
+        Args:
+            got: The input and its report.
+            finding: What was found.
+            example: The input.
+            case: The file with it.
+        """
+        self.finding, self.example, self.case = finding, example, case
+        super().__init__(got, do=f"bisect-nan run {shlex.quote(str(case))}" if case else "")

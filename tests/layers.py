@@ -47,7 +47,13 @@ _FOLDERS = (
         ),
     ),
     ("Reports", "reports", "words terminal *"),
-    ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
+    ("Inputs that losses stumble over", "", "strategies"),
+    ("Stress", "stressing", "deriving trial casefile search"),
+    (
+        "The command line",
+        "command",
+        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter",
+    ),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

@@ -143,9 +143,11 @@ def test_the_public_names() -> None:
         "ReplayError",
         "Snapshot",
         "SnapshotError",
+        "StressFailure",
         "TargetError",
         "Verdict",
         "locate",
+        "stress",
     ]
     assert all(hasattr(bisect_nan, name) for name in bisect_nan.__all__)
 
