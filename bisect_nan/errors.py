@@ -7,6 +7,7 @@
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
     ├── TargetError         a model, loss or case named on the command line that cannot be used
+    ├── NonFiniteValues     a batch, a model, a tensor or a checkpoint with NaN or Inf, found by a check
     └── NonFiniteStep       raised by Guard into a training loop
 
 Every message has three parts: what was got, what was expected, what to do.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bisect_nan.finding import Symptom
+    from bisect_nan.prevention.check import Check
 
 
 class BisectNanError(Exception):
@@ -62,6 +64,19 @@ class SnapshotError(BisectNanError):
 
 class TargetError(BisectNanError):
     """A model, loss, weights file or case file that the user named cannot be used."""
+
+
+class NonFiniteValues(BisectNanError):  # noqa: N818  (as NonFiniteStep)
+    """A check found NaN or Inf where finite numbers were asked for.
+
+    Attributes:
+        check: What it found; None where the error came out of a worker process of a `DataLoader`, which carries only its message.
+    """
+
+    def __init__(self, got: str, expected: str = "", do: str = "", *, check: Check | None = None) -> None:
+        """Keep the check beside the message."""
+        super().__init__(got, expected, do)
+        self.check = check
 
 
 class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)

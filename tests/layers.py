@@ -35,9 +35,15 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("The training loop", "loop", "modes training incident guard"),
     ("Reports", "reports", "words terminal *"),
-    ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
+    (
+        "Before it fails",
+        "prevention",
+        "printed nested meant check model tensor batch saving smoke layers headroom",
+    ),
+    ("A folder of checkpoints", "checkpoints", "order reading first"),
+    ("The training loop", "loop", "modes training incident guard"),
+    ("The command line", "command", "child user_code tensors targets worker crash inspection meter checkpoints"),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

@@ -45,6 +45,10 @@ INTERNALS = {
     "finite": {"_indices", "_values"},
     "blaming.confirm": {"_values"},
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
+    # The fields of Python's named tuples.
+    "prevention.nested": {"_fields"},
+    # Whether the backward pass runs.
+    "prevention.layers": {"_C", "_current_autograd_node"},
     # How often a tensor was written to.
     "recording.live": {"_version"},
     # What keeps `cond` from being compiled.
@@ -129,18 +133,33 @@ def test_the_public_names() -> None:
     """The package offers these names, and each can be imported."""
     assert sorted(bisect_nan.__all__) == [
         "BisectNanError",
+        "Check",
         "Culprit",
         "Finding",
+        "FiniteCollate",
+        "FirstBad",
         "Guard",
+        "Headroom",
+        "LayerTable",
         "NonFiniteStep",
+        "NonFiniteValues",
         "Phase",
         "RecordingError",
         "ReplayError",
+        "SmokeTest",
         "Snapshot",
         "SnapshotError",
         "TargetError",
         "Verdict",
+        "check_batch",
+        "check_model",
+        "check_tensor",
+        "first_bad_checkpoint",
+        "headroom",
+        "layers",
         "locate",
+        "save_checkpoint",
+        "smoke_test",
     ]
     assert all(hasattr(bisect_nan, name) for name in bisect_nan.__all__)
 
