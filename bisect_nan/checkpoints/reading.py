@@ -1,4 +1,8 @@
-"""The tensors of one checkpoint, one at a time; nothing in its files is executed."""
+"""The tensors of one checkpoint, one at a time; nothing in its files is executed.
+
+Many checkpoints hold arguments, configurations or whole models beside their weights, which `torch.load` refuses with
+`weights_only=True`. Here every class that it does not know is replaced by an inert one, so that their tensors are found all the same.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def read(checkpoint: Path) -> Check:
         checkpoint: A file, a shard of one, or a folder with the files of one checkpoint, sharded ones with their index.
 
     Raises:
-        CheckpointError: A file is damaged, is missing, or holds more than tensors and plain values.
+        CheckpointError: A file is damaged or missing, or there is no tensor.
     """
     files = [file for file in files_of(checkpoint) if not file.name.startswith(_NO_WEIGHTS)]
     _require_all(checkpoint, files)
@@ -76,8 +80,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
 def _reason(problem: Exception) -> str:
     """Return in a few words why a file cannot be read."""
     text = str(problem)
-    if "nsupported global" in text:  # what torch.load says of a class; its message is about executing it all the same
-        return "it holds more than tensors and plain values"
+    if "unsupported global" in text.lower() or "unrecognized function" in text:
+        return "it asks for functions that torch.load never calls"
     if "eights only load failed" in text or " " not in text.strip():  # some errors are a bare key or byte
         return "it is damaged, or was not written by torch.save"
     return text.strip().splitlines()[0].split(". ")[0]
@@ -99,13 +103,26 @@ def _saved(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{key}{path}", leaf
 
 
+class _Foreign(dict[Any, Any]):
+    """Stands for an object of a class that `torch.load` does not know: it keeps what the file says of it, and runs none of its code."""
+
+    def __init__(self, *args: Any, **_: Any) -> None:
+        super().__init__()
+        self["arguments"] = args
+
+    def __setstate__(self, state: Any) -> None:
+        self["state"] = state
+
+
 def _load(file: Path) -> Any:
+    """Read a file of `torch.save`, its tensors mapped into memory; of other objects in it only what they hold."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as problem:
-        if "mmap" not in str(problem):
-            raise
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except ValueError:  # no zip file: from before torch 1.6, or none of torch's at all
         return torch.load(file, map_location="cpu", weights_only=True)
+    # torch is told that each of these names means the class above, so that nothing is imported for them.
+    with torch.serialization.safe_globals([(_Foreign, name) for name in unknown]):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _require_all(checkpoint: Path, files: Sequence[Path]) -> None:
