@@ -97,6 +97,13 @@ def test_drop() -> None:
     assert (collate.batches, collate.values, collate.samples) == (2, 0, 3)
 
 
+def test_masks_of_samples_are_meant() -> None:
+    """A sample's mask has one dimension less than that of the batch, and drops no sample."""
+    collate = FiniteCollate(on_bad="drop")
+    collate([{"mask": torch.tensor([0.0, -math.inf])}, {"mask": torch.tensor([0.0, 0.0])}])
+    assert collate.samples == 0
+
+
 def test_drop_refuses_an_empty_batch() -> None:
     """A batch without any good sample is an error, not an empty batch."""
     with pytest.raises(NonFiniteValues, match=r"sample 0\['x'\]"):

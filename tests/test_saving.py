@@ -93,9 +93,10 @@ def test_marked(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_masks_are_let_through(path: Path) -> None:
-    """An intended infinity among the buffers keeps nobody from saving."""
+    """Neither an intended infinity among the buffers nor a buffer that is not saved keeps anybody from saving."""
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.zeros(2, 2).masked_fill(torch.eye(2).bool(), -math.inf))
+    model.register_buffer("scratch", torch.tensor([math.nan, 1.0]), persistent=False)
     for state in (model, model.state_dict(), {"model": model}):
         save_checkpoint(state, path)
 

@@ -29,11 +29,11 @@ def check_batch(batch: Any) -> Check:
     Args:
         batch: Mappings, lists, tuples and dataclasses of tensors, NumPy arrays and numbers, nested.
     """
-    return _check("batch", batch)
+    return _check("batch", batch, "input")
 
 
-def _check(subject: str, tree: Any) -> Check:
-    return examine(subject, [("input", path, tensor) for path, tensor in nested.tensors(tree, subject, numbers=True)])
+def _check(subject: str, tree: Any, kind: str) -> Check:
+    return examine(subject, [(kind, path, tensor) for path, tensor in nested.tensors(tree, subject, numbers=True)])
 
 
 class FiniteCollate:
@@ -106,7 +106,7 @@ class FiniteCollate:
 
     def _kept(self, samples: Sequence[Any]) -> list[Any]:
         """Return the samples whose values are all good."""
-        checks = [_check(f"sample {place}", sample) for place, sample in enumerate(samples)]
+        checks = [_check(f"sample {place}", sample, "sample") for place, sample in enumerate(samples)]
         kept = [sample for sample, check in zip(samples, checks, strict=True) if check.ok]
         bad = [check for check in checks if not check.ok]
         if bad and not kept:

@@ -24,7 +24,8 @@ class Spoiled:
     """A tensor that is not finite.
 
     Attributes:
-        kind: What it is: `parameter`, `buffer`, `constant` (a parameter that is not trained), `input`, `weight`, `optimizer`, `tensor`.
+        kind: What it is: `parameter`, `buffer`, `constant` (a parameter that is not trained), `input`,
+            `sample`, `weight` (of a file), `optimizer`, `tensor`.
         values: How many of its values are NaN or infinite, the range of the others, the first bad element. Its `name` is the path.
     """
 

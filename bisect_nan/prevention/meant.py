@@ -22,9 +22,9 @@ def is_meant(tensor: torch.Tensor, kind: str, name: str) -> bool:
     Args:
         tensor: The tensor.
         kind: What it is. `buffer` and `constant` (a parameter that is not trained): a single number (where a minimum starts), one other
-            value beside the infinities, or -Inf alone in two dimensions or more (a mask, added to slopes perhaps). `input` and
-            `weight` (a tensor of a file, of which nothing more is known): a single number without dimensions, or 0 and -Inf in two
-            dimensions or more. Anything else: never.
+            value beside the infinities, or -Inf alone in two dimensions or more (a mask, added to slopes perhaps). `input`: 0 and -Inf
+            in two dimensions or more. `sample` (an input without the dimension of the batch): in one dimension or more. `weight` (a
+            tensor of a file, of which nothing more is known): as `input`, or a number without dimensions. Anything else: never.
         name: Its path.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -33,12 +33,13 @@ def is_meant(tensor: torch.Tensor, kind: str, name: str) -> bool:
     tensor = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no kernels for comparisons
     if NonFinite.NAN in found or any(word in name for word in _STATISTICS):
         return False
-    only_negative = found == NonFinite.NEG_INF and tensor.dim() > 1
+    only_negative = found == NonFinite.NEG_INF
     if kind in ("buffer", "constant"):
-        return tensor.numel() == 1 or only_negative or is_mask(tensor)
-    if kind in ("input", "weight"):
-        return (tensor.dim() == 0 and kind == "weight") or (only_negative and _is_zero_mask(tensor))
-    return False
+        return tensor.numel() == 1 or (only_negative and tensor.dim() > 1) or is_mask(tensor)
+    if kind == "weight" and tensor.dim() == 0:
+        return True
+    dimensions = {"input": 2, "weight": 2, "sample": 1}.get(kind)
+    return dimensions is not None and tensor.dim() >= dimensions and only_negative and _is_zero_mask(tensor)
 
 
 def kind_in_file(path: str) -> str:

@@ -71,8 +71,9 @@ def check_state(state: Any) -> Check:
 def _tensors(state: Any, path: str, kind: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield kind, path and tensor of everything to be saved; paths are those of what is saved: `model['0.weight']`."""
     if isinstance(state, nn.Module):
-        for own, name, tensor in model_tensors(state):
-            yield own, f"{path}[{name!r}]" if path else name, tensor
+        kinds = {name: known for known, name, _ in model_tensors(state)}
+        for name, item in state.state_dict().items():  # without buffers that are not saved
+            yield from _tensors(item, f"{path}[{name!r}]" if path else name, kinds.get(name, ""))
         return
     if isinstance(state, torch.optim.Optimizer):
         kind = "optimizer"
