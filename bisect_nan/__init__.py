@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bisect_nan.answer.driver import locate
-    from bisect_nan.checkpoints.first import FirstBad, first_bad_checkpoint
+    from bisect_nan.checkpoints.answer import FirstBad
+    from bisect_nan.checkpoints.first import first_bad_checkpoint
     from bisect_nan.errors import (
         BisectNanError,
         NonFiniteStep,
@@ -73,7 +74,8 @@ _HOMES = {
     **dict.fromkeys(("SmokeTest", "smoke_test"), "prevention.smoke"),
     **dict.fromkeys(("LayerTable", "layers"), "prevention.layers"),
     **dict.fromkeys(("Headroom", "headroom"), "prevention.headroom"),
-    **dict.fromkeys(("FirstBad", "first_bad_checkpoint"), "checkpoints.first"),
+    "FirstBad": "checkpoints.answer",
+    "first_bad_checkpoint": "checkpoints.first",
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

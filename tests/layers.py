@@ -41,7 +41,7 @@ _FOLDERS = (
         "prevention",
         "printed nested meant check model tensor batch saving smoke layers headroom",
     ),
-    ("A folder of checkpoints", "checkpoints", "order reading first"),
+    ("A folder of checkpoints", "checkpoints", "order reading answer first"),
     ("The training loop", "loop", "modes training incident guard"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter checkpoints"),
     ("What a user calls", "", "cli __main__"),

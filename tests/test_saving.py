@@ -137,3 +137,26 @@ def test_killed_while_it_writes(path: Path, delay: float) -> None:
     saved = load(path)
     assert saved["step"] in (told[-1], told[-1] + 1)
     assert (saved["w"] == saved["step"]).all()
+
+
+FULL = """
+import resource, signal, sys, torch
+from bisect_nan import BisectNanError, save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    save_checkpoint({"w": torch.ones(100_000)}, sys.argv[1])
+except BisectNanError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk(path: Path) -> None:
+    """Where the file does not fit, that is one clear error, and the old file stays alone."""
+    command = [sys.executable, "-c", FULL, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+    assert "which cannot be written: " in done.stdout
+    assert "do this: make room" in done.stdout
+    assert load(path) == OLD
+    assert [file.name for file in path.parent.iterdir()] == ["last.pt"]

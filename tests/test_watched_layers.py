@@ -83,8 +83,6 @@ def test_masks_are_not_bad() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(x).masked_fill(x > 0.5, -math.inf)
 
-    with layers(Mask()) as seen, torch.no_grad():
-        Mask()  # another one is not watched
     mask = Mask()
     with layers(mask) as seen:
         mask(torch.tensor([0.1, 0.9]))
@@ -208,7 +206,8 @@ def test_function_transforms_are_let_through() -> None:
     model = nn.Linear(2, 2)
     with layers(model) as seen:
         torch.func.vmap(model)(torch.ones(3, 2))
-    assert "could not be read" in str(seen) or len(seen.rows) == 1
+    assert seen.rows == ()
+    assert "not readable, within a function transform: 1" in str(seen)
 
 
 @pytest.mark.models

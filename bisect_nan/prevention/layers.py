@@ -115,7 +115,7 @@ class LayerTable(Printed):
             )
         end = [line(self.describe(), "bold red" if self.first_bad else "bold green")]
         if self._unseen:
-            end.append(line(f"{self._unseen} outputs could not be read (function transforms)"))
+            end.append(line(f"not readable, within a function transform: {self._unseen}"))
         return Group(made, *end)
 
 
