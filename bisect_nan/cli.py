@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bisect_nan.command import child
+from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
 from bisect_nan.command.meter import meter
@@ -43,6 +44,8 @@ _STATUS = (
     "Exit status: 0 clean · 1 located · 2 usage or unreadable file"
     " · 125 cannot tell (not reproduced, flaky, the case's own code raised, killed)"
 )
+
+app.command(epilog=_STATUS)(checkpoints)
 
 
 class Search(enum.StrEnum):

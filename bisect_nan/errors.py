@@ -8,6 +8,7 @@
     ├── SnapshotError       a file that is not a usable crash snapshot
     ├── TargetError         a model, loss or case named on the command line that cannot be used
     │   └── CodeError       its own code raised
+    ├── NonFiniteValues     a batch, a model, a tensor or a checkpoint with NaN or Inf, found by a check
     ├── NonFiniteStep       raised by Guard into a training loop
     └── StressFailure       an input that stress found to make a loss non-finite
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bisect_nan.finding import Finding, Symptom
+    from bisect_nan.prevention.check import Check
 
 
 class BisectNanError(Exception):
@@ -69,6 +71,19 @@ class TargetError(BisectNanError):
 
 class CodeError(TargetError):
     """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""
+
+
+class NonFiniteValues(BisectNanError):  # noqa: N818  (as NonFiniteStep)
+    """A check found NaN or Inf where finite numbers were asked for.
+
+    Attributes:
+        check: What it found; None where the error came out of a worker process of a `DataLoader`, which carries only its message.
+    """
+
+    def __init__(self, got: str, expected: str = "", do: str = "", *, check: Check | None = None) -> None:
+        """Keep the check beside the message."""
+        super().__init__(got, expected, do)
+        self.check = check
 
 
 class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)

@@ -38,6 +38,15 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
+    ("Reports", "reports", "words terminal *"),
+    (
+        "Before it fails",
+        "prevention",
+        "printed nested meant check model tensor batch saving smoke layers headroom",
+    ),
+    ("A folder of checkpoints", "checkpoints", "order reading answer first"),
+    ("Inputs that losses stumble over", "", "strategies"),
+    ("Stress", "stressing", "deriving trial casefile search"),
     (
         "The training loop",
         "loop",
@@ -46,13 +55,10 @@ _FOLDERS = (
             " vigil late guard"
         ),
     ),
-    ("Reports", "reports", "words terminal *"),
-    ("Inputs that losses stumble over", "", "strategies"),
-    ("Stress", "stressing", "deriving trial casefile search"),
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter",
+        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter checkpoints",
     ),
     ("What a user calls", "", "cli __main__"),
 )

@@ -1,349 +1,405 @@
-"""Crash files of other tools: the names that people give tensors, Lightning's checkpoints, the Trainer's folders, and what lacks."""
+"""Folders of checkpoints: their order, what is read of them, and the first one with bad numbers."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import random
-import re
-import sys
-from collections.abc import Iterator, Mapping
+import math
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
-from bisect_nan import Finding, Phase, Verdict, locate
-from bisect_nan.command.child import Request
-from bisect_nan.command.targets import Target
-from bisect_nan.command.targets import load_target as load
-from bisect_nan.command.weights import load_weights
-from bisect_nan.errors import CodeError, TargetError
+from bisect_nan import TargetError, cli, first_bad_checkpoint
+from bisect_nan.checkpoints import first
+from bisect_nan.checkpoints.order import Ordered, ordered
+from bisect_nan.checkpoints.reading import CheckpointError, read
+from bisect_nan.finite import TensorSummary
+from bisect_nan.prevention.check import Check, Spoiled
 
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-
-    def forward(self, x):
-        return self.body(x) / x.std(-1, keepdim=True)
-
-class Scored(Net):
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        assert attention_mask is not None
-        logits = super().forward(input_ids)
-        return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-class Two(Net):
-    def forward(self, left, right):
-        return super().forward(left - right)
-
-def loss(output, target):
-    return (output.log() - target).square().mean()
-"""
-X = torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]])
-Y = torch.ones(2, 2)
-MSE = "torch.nn.functional:mse_loss"
+GOOD = {"weight": torch.ones(3), "epoch": torch.tensor(3), "best": torch.tensor(math.inf)}
+BAD = {"weight": torch.tensor([1.0, math.nan, -math.inf])}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Work in an empty folder with `net.py` in it, and forget afterwards what was imported from there."""
-    path = list(sys.path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(NET)
-    yield tmp_path
-    sys.path[:] = path
-    sys.modules.pop("net", None)
+def state(*, good: bool) -> dict[str, torch.Tensor]:
+    """Return a state dict."""
+    return dict(GOOD if good else BAD)
 
 
-def load_target(target: str | Path, **options: str) -> Target:
-    """Load a target as the command line would with these options."""
-    return load(Request(str(target), **options))  # type: ignore[arg-type]
-
-
-def saved(content: Any, name: str = "batch.pt") -> Path:
-    """Save what somebody saved by hand."""
-    torch.save(content, name)
-    return Path(name)
-
-
-def finding_of(target: Target) -> Finding:
-    """Return the answer to a target."""
-    if target.finding is not None:
-        return target.finding
-    assert target.snapshot is not None
-    return locate(target.snapshot, remedies=False)
-
-
-def state(prefix: str = "", **more: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return weights for `Net`, under names that begin with something."""
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    return {f"{prefix}body.{name}": tensor for name, tensor in body.state_dict().items()} | more
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "content"),
-    [
-        ("Net", MSE, {"input": X, "target": Y}),
-        ("Net", MSE, {"X": X, "Y": Y, "loss": 3.0, "epoch": 2}),
-        ("Net", MSE, {"images": X, "labels": Y, "logits": Y}),
-        ("Net", MSE, {"batch": {"data": X, "label": Y}, "step": 7}),
-        ("Net", MSE, {"batch": (X, Y), "output": Y, "step": torch.tensor(7)}),
-        ("Net", MSE, {"pixels": X, "y_true": Y, "y_pred": Y}),
-        ("Net", MSE, (X, Y)),
-        ("Net", MSE, [X, Y]),
-        ("Two", MSE, [X, torch.zeros(2, 3), Y]),
-        ("Two", MSE, {"left": X, "right": torch.zeros(2, 3), "target": Y}),
-        ("Two", MSE, {"inputs": {"left": X, "right": torch.zeros(2, 3)}, "targets": Y}),
-        ("Scored", "", {"input_ids": X, "attention_mask": Y, "labels": Y}),
-        ("Scored", "", {"batch": {"input_ids": X, "attention_mask": Y, "labels": Y}, "step": 3}),
-    ],
-)
-def test_names_that_people_use(model: str, loss: str, content: Any) -> None:
-    """Flat or nested, as a dictionary, a list or a tuple, under any usual name, the batch goes where it belongs."""
-    target = load_target(saved(content), model=f"net:{model}", loss=loss)
-    culprit = finding_of(target).culprit
-    assert culprit is not None
-    assert (culprit.cause, culprit.samples) == ("zero_variance", (1,))
-    assert target.notes[0].startswith("Used ")
-    assert target.snapshot is not None
-    if isinstance(content, Mapping) and "step" in content:
-        assert target.snapshot.step_number == int(content["step"])
-
-
-@pytest.mark.parametrize(
-    ("prefix", "said"),
-    [
-        ("", "Weights from last.pt."),
-        ("module.", "(`module.` taken off every name)"),
-        ("model.", "(`model.` taken off every name)"),
-        ("_orig_mod.", "(`_orig_mod.` left out of the names)"),
-        ("module._orig_mod.", "(`_orig_mod.` left out of the names; `module.` taken off every name)"),
-        ("trainer.net.", "(`trainer.net.` taken off every name)"),
-    ],
-)
-def test_prefixes(prefix: str, said: str) -> None:
-    """What wrappers put before every name is found out, taken off, and said."""
-    saved(state(prefix), "last.pt")
-    target = load_target(saved((X, Y)), model="net:Net", loss=MSE, weights="last.pt")
-    assert target.notes[1].rstrip(".").endswith(said.rstrip("."))
-
-
-def test_prefixes_of_the_model() -> None:
-    """A model that is wrapped takes the weights of the bare one; a tied weight may be missing; others stay out, and that is said."""
-    inner = nn.Linear(2, 2)
-    assert "`model.` put before every name" in load_weights(nn.ModuleDict({"model": inner}), inner.state_dict(), "a.pt")
-    tied = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
-    tied["last"].weight = tied["first"].weight  # type: ignore[union-attr]
-    kept = {name: tensor for name, tensor in tied.state_dict().items() if name != "last.weight"}
-    assert load_weights(tied, kept, "a.pt") == "Weights from a.pt."
-    more = {f"model.{name}": tensor for name, tensor in kept.items()} | {"loss.scale": torch.ones(1)}
-    assert "1 other entries left out" in load_weights(tied, more, "a.pt")
-    with pytest.raises(TargetError, match=r"Missing key\(s\): first.weight"):
-        load_weights(tied, {"first.bias": torch.zeros(2), "last.bias": torch.zeros(2)}, "a.pt")
-    with pytest.raises(TargetError, match=r"Unexpected key\(s\): depth"):
-        load_weights(inner, inner.state_dict() | {"depth": torch.zeros(2)}, "a.pt")
-    whole = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    with pytest.raises(TargetError, match="do not fit the model"):
-        load_weights(inner, whole.state_dict(), "a.pt")
-
-
-class Config:
-    """A class of a user's own, as hyper-parameters have."""
-
-    def __init__(self) -> None:
-        self.width = 4
-
-
-def test_a_checkpoint_of_lightning() -> None:
-    """Weights, the step and the batch come together; hyper-parameters of unknown classes are left out, and that is said."""
-    content = {
-        "epoch": 1,
-        "global_step": 640,
-        "pytorch-lightning_version": "2.6.6",
-        "state_dict": state("model.", loss_weight=torch.ones(2)),
-        "loops": {},
-        "optimizer_states": [{"state": {}, "param_groups": []}],
-        "hyper_parameters": {"config": Config()},
-    }
-    saved(content, "epoch=1.ckpt")
-    target = load_target("epoch=1.ckpt", model="net:Net", loss=MSE, batch=str(saved((X, Y))))
-    assert f"Left out of epoch=1.ckpt: objects of {Config.__module__}.Config." in target.notes
-    assert target.notes[-1].startswith("Weights from the key state_dict of epoch=1.ckpt (`model.` taken off every name")
-    assert target.snapshot is not None
-    assert target.snapshot.step_number == 640
-    weights = load_target(saved((X, Y)), model="net:Net", loss=MSE, weights="epoch=1.ckpt")
-    assert finding_of(weights).verdict is finding_of(target).verdict is Verdict.LOCATED
-
-
-@pytest.fixture
-def trained(folder: Path) -> Path:
-    """Return a folder as the Trainer of transformers leaves it, in two parts."""
-    path = folder / "checkpoint-500"
-    path.mkdir()
-    weights = state()
-    parts = {name: f"model-0000{index % 2 + 1}-of-00002.safetensors" for index, name in enumerate(weights)}
-    for file in set(parts.values()):
-        save_file({name: weights[name] for name in weights if parts[name] == file}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
-    (path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
-    log = [
-        {"step": 499, "loss": 2.5, "grad_norm": 1.5, "epoch": 1},
-        {"step": 500, "loss": float("nan")},
-        {"step": 500, "eval_loss": 1},
-    ]
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": log}))
-    generator = torch.Generator().manual_seed(7)
-    torch.save({"python": random.getstate(), "cpu": generator.get_state()}, path / "rng_state.pth")
-    torch.save({"state": {}}, path / "optimizer.pt")
+def folder_of(path: Path, names: list[str], bad: int) -> Path:
+    """Write `torch.save` files, of which those from number `bad` on hold a NaN, each a second younger than the one before."""
+    for place, name in enumerate(names):
+        torch.save(state(good=place < bad), path / name)
+        os.utime(path / name, (1_000_000 + place, 1_000_000 + place))
     return path
 
 
-@pytest.mark.parametrize("as_weights", [False, True])
-def test_a_folder_of_the_trainer(trained: Path, as_weights: bool) -> None:
-    """The folder gives weights, the number of the step, the losses before, and the random generators, as target or as --weights."""
-    batch = str(saved((X, Y)))
-    options = {"model": "net:Net", "loss": MSE}
-    target = (
-        load_target(batch, weights=str(trained), **options)
-        if as_weights
-        else load_target(trained, batch=batch, **options)
-    )
-    assert target.notes[1] == f"Weights from 2 files of {trained}."
-    assert target.notes[2] == "Random generators (torch, Python) as the checkpoint has them."
-    snapshot = target.snapshot
-    assert snapshot is not None
-    assert snapshot.step_number == 500
-    assert snapshot.history == ({"step": 499, "loss": 2.5, "gradient_norm": 1.5}, {"step": 500})
-    again = load_target(trained, batch=batch, **options).snapshot
-    assert again is not None
-    assert str(again.loss) == str(snapshot.loss), "dropout draws the same numbers"
-
-
-def test_one_file_and_old_names(trained: Path) -> None:
-    """A folder with one file, or with pytorch_model.bin, is read as well; one with neither is refused with what it holds."""
-    for file in trained.glob("model*"):
-        file.unlink()
-    options = {"model": "net:Net", "loss": MSE, "batch": str(saved((X, Y)))}
-    with pytest.raises(
-        TargetError, match=r"which holds config.json, .*\nexpected: a checkpoint folder, with model.safetensors or"
-    ):
-        load_target(trained, **options)
-    torch.save(state(), trained / "pytorch_model.bin")
-    assert f"Weights from {trained / 'pytorch_model.bin'}." in load_target(trained, **options).notes
-    save_file(state(), trained / "model.safetensors")
-    assert f"Weights from {trained / 'model.safetensors'}." in load_target(trained, **options).notes
-
-
-COMMAND = re.compile(r"do this: (?:.*then )?(bisect-nan run .*)")
-
-
-def test_what_to_type_next(trained: Path) -> None:
-    """What is missing is said one after another, each with the whole command line to type next."""
-    with pytest.raises(TargetError, match="which holds weights and no batch") as caught:
-        load_target(trained)
-    assert COMMAND.search(str(caught.value))[1] == f"bisect-nan run {trained} --batch batch.pt"  # type: ignore[index]
-    saved((X, Y))
-    with pytest.raises(TargetError, match="without a model") as caught:
-        load_target(trained, batch="batch.pt")
-    command = f"bisect-nan run {trained} --batch batch.pt --model transformers:BertForMaskedLM"
-    assert COMMAND.search(str(caught.value))[1] == command  # type: ignore[index]
-    with pytest.raises(TargetError, match="without a model") as caught:
-        load_target("batch.pt", loss=MSE)
-    command = f"bisect-nan run batch.pt --model module:callable --weights FILE --loss {MSE}"
-    assert COMMAND.search(str(caught.value))[1] == command  # type: ignore[index]
-
-
-def test_the_loss_alone() -> None:
-    """With an output and a target but no model, the loss is run on them, gradient included."""
-    output = torch.tensor([[0.5, 0.0], [1.0, 2.0]])
-    target = load_target(saved({"step": 3, "output": output, "target": Y}), loss="net:loss")
-    finding = finding_of(target)
-    assert finding.culprit is not None
-    assert finding.culprit.cause == "log_of_zero"
-    assert str(finding.culprit.source) == "net.py:24"
-    assert target.notes == ("Ran the loss alone, on output and target of batch.pt, for there is no --model.",)
-    with pytest.raises(TargetError, match=r"or the loss alone \(--loss\), run on the saved output"):
-        load_target(saved({"output": output, "target": Y}))
-
-
-def test_bad_inputs_need_no_model() -> None:
-    """A saved input or target that is bad already is the answer, with its samples; a bad output says that the model is needed."""
-    bad = X.clone()
-    bad[1, 2] = float("nan")
-    for content in ({"input": bad, "target": Y}, {"batch": {"x": bad, "y": Y}}, (bad, Y)):
-        target = load_target(saved(content))
-        finding = finding_of(target)
-        assert finding.verdict is Verdict.LOCATED
-        assert finding.culprit is not None
-        assert (finding.culprit.phase, finding.culprit.cause) == (Phase.INPUT, "input_nonfinite")
-        assert finding.culprit.samples == (1,)
-        assert Finding.from_dict(finding.to_dict()) == finding
-    with pytest.raises(TargetError, match=r"in which output is bad .*, and the input is not\nexpected: the model"):
-        load_target(saved({"input": X, "output": bad, "target": Y}), loss="net:loss")
+# --- order ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("names", "order", "left_out"),
     [
-        ("t.txt", b"step 3: loss nan", "it is text\n"),
-        ("t.log", "schlie\u00dflich".encode() * 100, "it is text\n"),
-        ("t.pt", b"", "it is empty\n"),
-        ("t.bin", bytes(range(256)), "which cannot be read: "),
-        ("t.ckpt", b"PK\x03\x04" + bytes(100), "which cannot be read: "),
+        (["step_2.pt", "step_10.pt", "step_100.pt"], "step number", []),
+        (["epoch=0-step=90.ckpt", "epoch=1-step=180.ckpt", "epoch=1-step=180-v1.ckpt"], "step number", ["last.ckpt"]),
+        (["loss=0.91-step=5.pt", "loss=0.35-step=50.pt", "loss=0.40-step=500.pt"], "step number", []),
+        (["net_epoch9.pth", "net_epoch10.pth"], "epoch number", ["best.pth"]),
+        (["iter_0000500.pt", "iter_0001000.pt"], "step number", []),
+        (["7.safetensors", "12.safetensors"], "number", []),
+        (["v2-a9.pt", "v2-a10.pt"], "number", []),
+        (["zebra.pt", "apple.pt", "middle.pt"], "time of writing", []),
+        (["b_step3.pt", "a.pt"], "time of writing", []),
     ],
 )
-def test_other_files(name: str, content: bytes, words: str) -> None:
-    """A file of another kind is refused in words, not in those of an unpickler."""
-    Path(name).write_bytes(content)
-    with pytest.raises(TargetError) as caught:
-        load_target(name, model="net:Net")
-    assert f"got {name}" in str(caught.value)
-    assert words in str(caught.value)
-    assert "do this: " in str(caught.value)
+def test_the_order_of_names(tmp_path: Path, names: list[str], order: str, left_out: list[str]) -> None:
+    """Numbers in names decide, the surest kind of number first, and without numbers the time of writing does."""
+    folder_of(tmp_path, [*names, *left_out], bad=99)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / ".step_1.pt.tmp").write_text("half")
+    (tmp_path / "logs").mkdir()
+    found = ordered(tmp_path)
+    assert [path.name for path in found.paths] == names
+    assert (found.order, list(found.left_out)) == (order, left_out)
 
 
-def test_safetensors_without_a_recorded_step() -> None:
-    """A safetensors file that is no snapshot holds a batch or weights, as any other file does."""
-    save_file({"input": X, "target": Y}, "batch.safetensors")
-    assert finding_of(load_target("batch.safetensors", model="net:Net", loss=MSE)).verdict is Verdict.LOCATED
-    save_file(state(), "model.safetensors")
-    target = load_target("model.safetensors", model="net:Net", loss=MSE, batch="batch.safetensors")
-    assert target.notes[1] == "Weights from model.safetensors."
+@given(st.lists(st.integers(0, 10**9), min_size=2, max_size=9, unique=True), st.sampled_from(["step", "ckpt-", "m_it"]))
+@settings(max_examples=30)
+def test_numbers_are_ordered_as_numbers(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int], word: str
+) -> None:
+    """Whatever the word in front of them, and however many digits they have."""
+    path = tmp_path_factory.mktemp("run")
+    for number in numbers:
+        (path / f"{word}{number}.pt").touch()
+    assert [p.name for p in ordered(path).paths] == [f"{word}{number}.pt" for number in sorted(numbers)]
 
 
-def test_code_that_raises_is_told_from_wrong_usage() -> None:
-    """A model that cannot be built or run is one error, a name that does not exist another."""
-    (Path("broken.py")).write_text("import no_such_module")
-    with pytest.raises(CodeError, match="no_such_module"):
-        load_target(saved((X, Y)), model="broken:Net", loss=MSE)
-    with pytest.raises(TargetError) as caught:
-        load_target("batch.pt", model="no_such_module:Net", loss=MSE)
-    assert not isinstance(caught.value, CodeError)
-    with pytest.raises(CodeError, match=r"RuntimeError from net:Net on the input of batch.pt"):
-        load_target(saved((torch.ones(2, 5), Y)), model="net:Net", loss=MSE)
+def test_a_single_folder_is_entered(tmp_path: Path) -> None:
+    """The folder of a run leads to that of its checkpoints; one checkpoint in a folder of its own is just that."""
+    inner = tmp_path / "version_0" / "checkpoints"
+    inner.mkdir(parents=True)
+    folder_of(inner, ["step=1.ckpt", "step=2.ckpt"], bad=1)
+    (tmp_path / "version_0" / "metrics.csv").touch()
+    found = first_bad_checkpoint(tmp_path)
+    assert (found.first, found.healthy) == (
+        "version_0/checkpoints/step=2.ckpt",
+        "version_0/checkpoints/step=1.ckpt",
+    )
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    sharded(lone / "final", {"a": torch.ones(1), "b": torch.ones(1)})
+    for rank in (0, 1):
+        torch.save(GOOD, lone / "final" / f"rng_state_{rank}.pth")
+    assert first_bad_checkpoint(lone).checkpoints == ("final",)
 
 
-@pytest.mark.models
-def test_a_checkpoint_of_transformers(folder: Path) -> None:
-    """A model of transformers is named by its class alone, built from the folder's configuration, tied weights and all."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    torch.nn.init.constant_(model.transformer.h[1].mlp.c_fc.bias, float("nan"))
-    model.save_pretrained(folder / "checkpoint-3")
-    (folder / "checkpoint-3" / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    tokens = torch.randint(11, (2, 5))
-    batch = str(saved({"input_ids": tokens, "labels": tokens}))
-    target = load_target("checkpoint-3", batch=batch, model="transformers:GPT2LMHeadModel")
-    finding = finding_of(target)
-    assert finding.culprit is not None
-    assert (finding.culprit.cause, finding.culprit.name) == ("parameter_nonfinite", "transformer.h.1.mlp.c_fc.bias")
+# --- search -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_the_first_bad_one_is_found_with_few_reads(data: st.DataObject) -> None:
+    """Against the truth: the first bad one among K is found with at most ceil(log2 K) + 1 reads, unreadable ones stepped around."""
+    total = data.draw(st.integers(1, 70))
+    bad = data.draw(st.integers(0, total))
+    broken = data.draw(st.one_of(st.just(set()), st.sets(st.integers(0, total - 1), max_size=total)))
+    reads: list[int] = []
+
+    def look(path: Path) -> Check:
+        number = int(path.name)
+        if number in broken:
+            raise CheckpointError("broken")
+        reads.append(number)
+        spoiled = Spoiled("weight", TensorSummary("w", "f32", (1,), nan=1))
+        return Check("checkpoint", 1, (spoiled,) if number >= bad else ())
+
+    paths = tuple(Path("run") / str(number) for number in range(total))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first, "read", look)
+        patch.setattr(first, "ordered", lambda _: Ordered(paths, "number"))
+        found = first.first_bad_checkpoint("run")
+    readable = [number for number in range(total) if number not in broken]
+    assert len(reads) == len(set(reads)) == len(found.read)
+    assert len(reads) <= (max(total, 1) - 1).bit_length() + 1
+    healthy, spoilt = [n for n in readable if n < bad], [n for n in readable if n >= bad]
+    assert found.first == (str(spoilt[0]) if spoilt else None)
+    if spoilt or healthy:
+        assert found.healthy == (str(healthy[-1]) if healthy else None)
+    if not broken:
+        assert found.certain
+    assert set(found.between) <= {str(number) for number in broken}
+    if found.certain and spoilt:
+        assert spoilt[0] == (healthy[-1] + 1 if healthy else 0)
+    assert str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_run_of_files(tmp_path: Path) -> None:
+    """Names, kinds and counts of the bad tensors are told, and the last healthy one, with the reads that it took."""
+    names = [f"step_{100 * number}.pt" for number in range(1, 18)]
+    seen: list[tuple[str, int, int]] = []
+    found = first_bad_checkpoint(folder_of(tmp_path, names, bad=11), progress=lambda *far: seen.append(far))
+    assert (found.first, found.healthy, found.certain) == ("step_1200.pt", "step_1100.pt", True)
+    (spoiled,) = found.bad
+    assert (spoiled.name, spoiled.values.nan, spoiled.values.neg_inf) == ("weight", 1, 1)
+    assert len(found.read) <= 6
+    assert [stage for stage, *_ in seen] == [f"reading {name}" for name in found.read]
+    assert all(done < most for _, done, most in seen)
+    assert "step_1200.pt is the first checkpoint with bad numbers: 1 tensor" in str(found)
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------------
+
+
+def sharded(path: Path, weights: dict[str, torch.Tensor], suffix: str = ".safetensors") -> None:
+    """Write a checkpoint folder as transformers does, one tensor a shard."""
+    path.mkdir()
+    table = {}
+    for place, (name, tensor) in enumerate(weights.items(), 1):
+        file = f"model-{place:05}-of-{len(weights):05}{suffix}"
+        if suffix == ".safetensors":
+            save_file({name: tensor}, path / file)
+        else:
+            torch.save({name: tensor}, path / file)
+        table[name] = file
+    (path / f"model{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+
+
+def test_folders_of_shards(tmp_path: Path) -> None:
+    """Folders with shards, an index, an optimizer and pickled objects beside them are one checkpoint each."""
+    for number in (500, 1000, 1500):
+        bad = number > 500
+        sharded(tmp_path / f"checkpoint-{number}", {"a": torch.ones(2), "b": torch.tensor([math.nan if bad else 0.0])})
+        moments = {"state": {0: {"exp_avg": torch.tensor([math.inf if bad else 0.0])}}}
+        torch.save(moments, tmp_path / f"checkpoint-{number}" / "optimizer.pt")
+        torch.save(nn.Linear(1, 1), tmp_path / f"checkpoint-{number}" / "training_args.bin")
+        (tmp_path / f"checkpoint-{number}" / "rng_state.pth").write_bytes(b"no zip")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    found = first_bad_checkpoint(tmp_path)
+    assert (found.first, found.healthy, found.left_out) == ("checkpoint-1000", "checkpoint-500", ("model.safetensors",))
+    assert [(spoiled.kind, spoiled.name) for spoiled in found.bad] == [
+        ("weight", "model-00002-of-00002.safetensors: b"),
+        ("optimizer", "optimizer.pt: state[0]['exp_avg']"),
+    ]
+    assert "1 tensor and 1 tensor of the optimizer's state" in str(found)
+
+
+def test_shards_beside_each_other(tmp_path: Path) -> None:
+    """Shards in the folder itself are one checkpoint for each name, and a missing one makes it unreadable."""
+    for number in (1, 2):
+        for part in (1, 2):
+            bad = number == part == 2
+            save_file(
+                {f"w{part}": torch.tensor([math.nan if bad else 1.0])},
+                tmp_path / f"step{number}-{part:05}-of-00002.safetensors",
+            )
+    found = first_bad_checkpoint(tmp_path)
+    assert len(found.checkpoints) == 2
+    assert (found.first or "").startswith("step2-")
+    (tmp_path / "step2-00002-of-00002.safetensors").unlink()
+    found = first_bad_checkpoint(tmp_path)
+    assert (found.first, found.certain) == (None, False)
+    assert "without step2-00002-of-00002.safetensors" in found.unreadable[0][1]
+
+
+def lightning(*, good: bool, optimizer: bool = True) -> dict[str, Any]:
+    """Return a checkpoint as Lightning writes it."""
+    moments = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.tensor([1.0 if optimizer else math.nan])}}}
+    return {
+        "epoch": 1,
+        "global_step": 90,
+        "state_dict": {"net.weight": torch.tensor([1.0 if good else math.inf])},
+        "callbacks": {"EarlyStopping": {"best_score": torch.tensor([math.inf])}},
+        "optimizer_states": [{**moments, "param_groups": [{"lr": 1e-3, "params": [0]}]}],
+        "loss": math.nan,
+    }
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """The state dict and the optimizer's state count, and neither callbacks nor numbers do."""
+    path = tmp_path / "epoch=0-step=90.ckpt"
+    torch.save(lightning(good=True), path)
+    assert read(path).ok
+    torch.save(lightning(good=False), path)
+    assert read(path).names == ["state_dict['net.weight']"]
+    torch.save(lightning(good=True, optimizer=False), path)
+    assert [spoiled.kind for spoiled in read(path).bad] == ["optimizer"]
+
+
+def test_old_files_and_other_kinds(tmp_path: Path) -> None:
+    """Files from before torch 1.6, a bare tensor, half precision and masks are read; masks are told as meant."""
+    torch.save(BAD, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert read(tmp_path / "old.pt").names == ["weight"]
+    torch.save(torch.tensor([math.nan]), tmp_path / "bare.pt")
+    assert len(read(tmp_path / "bare.pt").bad) == 1
+    mask = torch.zeros(2, 2).masked_fill(torch.eye(2).bool(), -math.inf)
+    save_file({"mask": mask, "h": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
+    check = read(tmp_path / "m.safetensors")
+    assert (check.ok, [spoiled.name for spoiled in check.meant]) == (True, ["mask"])
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """Is a class that the reader does not know."""
+
+    def __init__(self) -> None:
+        self.weight = torch.tensor([math.nan])
+
+
+class Calling:
+    """Asks whoever reads it for a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def test_foreign_objects_are_looked_through(tmp_path: Path) -> None:
+    """Arguments, arrays, whole models and optimizers beside the weights keep nobody from reading the tensors in them."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].bias[1] = math.nan
+    others = {"args": argparse.Namespace(lr=1), "path": tmp_path, "mean": np.float64(3), "array": np.ones(2)}
+    for held in ({"model": model.state_dict()}, {"model": model}, {"optim": torch.optim.Adam(model.parameters())}):
+        torch.save({**others, **held}, tmp_path / "a.pt")
+        assert [spoiled.values.nan for spoiled in read(tmp_path / "a.pt").bad] == [1]
+    torch.save({"it": Foreign()}, tmp_path / "a.pt")
+    assert read(tmp_path / "a.pt").names == ["it['state']['weight']"]
+
+
+@pytest.mark.parametrize("call", [(os.mkdir,), (eval,), (nn.Linear, 1, 1), (Path.touch,)])
+def test_nothing_of_a_file_is_executed(tmp_path: Path, call: tuple[Any, ...]) -> None:
+    """A call that a file asks for is not made, whether the file can be read for all that or not."""
+    mark = tmp_path / "mark"
+    arguments = {os.mkdir: [str(mark)], eval: [f"open({str(mark)!r}, 'w')"], Path.touch: [mark]}.get(call[0], call[1:])
+    torch.save({"w": torch.ones(1), "x": Calling(call[0], *arguments)}, tmp_path / "a.pt")
+    try:
+        assert read(tmp_path / "a.pt").tensors == 1
+    except CheckpointError as problem:
+        assert "torch.load never calls" in problem.got  # noqa: PT017  (either may happen)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "no tensors", "flipped header"])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path, damage: str, suffix: str) -> None:
+    """Whatever is wrong with a file, the error has one reason and no traceback, and the search steps around it."""
+    for number in (1, 2, 3):
+        file = tmp_path / f"step{number}{suffix}"
+        if suffix == ".pt":
+            torch.save(state(good=number < 3), file)
+        else:
+            save_file(state(good=number < 3), file)
+    broken = tmp_path / f"step2{suffix}"
+    data = broken.read_bytes()
+    texts = {"cut": data[: len(data) // 2], "empty": b"", "garbage": b"garbage" * 99}
+    if damage in texts:
+        broken.write_bytes(texts[damage])
+    elif damage == "flipped header":
+        broken.write_bytes(bytes([data[0] ^ 0xFF]) + data[1:])
+    elif suffix == ".safetensors":
+        save_file({}, broken)
+    else:
+        torch.save({"x": 1}, broken)
+    with pytest.raises(CheckpointError) as raised:
+        read(broken)
+    assert "step2" in raised.value.got
+    assert "\n" not in raised.value.got
+    found = first_bad_checkpoint(tmp_path)
+    assert (found.first, found.healthy, found.between) == (f"step3{suffix}", f"step1{suffix}", (f"step2{suffix}",))
+    assert f"note: skipped step2{suffix}" in str(found)
+    assert f"step3{suffix} is the first readable checkpoint" in str(found)
+
+
+@pytest.mark.parametrize("index", ["no json", "[]", '{"weight_map": {"a": "../../x"}}', '{"weight_map": []}'])
+def test_a_damaged_index(tmp_path: Path, index: str) -> None:
+    """An index that is none, or names files outside of its folder, makes the checkpoint unreadable."""
+    sharded(tmp_path / "checkpoint-1", {"a": torch.ones(2)})
+    (tmp_path / "checkpoint-1" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError):
+        read(tmp_path / "checkpoint-1")
+
+
+def test_folders_without_checkpoints(tmp_path: Path) -> None:
+    """A missing folder, a file, and a folder without checkpoints are told with what was expected."""
+    with pytest.raises(TargetError, match="no checkpoint"):
+        first_bad_checkpoint(tmp_path)
+    (tmp_path / "a.pt").touch()
+    for path in (tmp_path / "gone", tmp_path / "a.pt"):
+        with pytest.raises(TargetError, match="no folder"):
+            first_bad_checkpoint(path)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_one_tensor_at_a_time(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one tensor of a file is held while it is checked."""
+    held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most: list[int] = []
+    probe = first.read.__globals__["finite"].probe
+
+    def counted(tensors: list[torch.Tensor]) -> Any:
+        held.update(tensors)
+        most.append(len(held))
+        return probe(tensors)
+
+    weights = {f"w{number}": torch.ones(10) for number in range(5)}
+    path = tmp_path / f"x{suffix}"
+    torch.save(weights, path) if suffix == ".pt" else save_file(weights, path)
+    monkeypatch.setattr(first.read.__globals__["finite"], "probe", counted)
+    assert read(path).tensors == 5
+    # A file of torch's maps all of its tensors into memory, and reads one when it is looked at.
+    assert max(most) <= (5 if suffix == ".pt" else 2)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    """Run the command line in this process."""
+    return CliRunner().invoke(cli.app, ["checkpoints", *arguments])
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """The statuses are those of `run`, and the JSON form says the same as the report."""
+    names = [f"step_{number}.pt" for number in range(1, 6)]
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    folder_of(bad, names, bad=2)
+    done = run(str(bad))
+    assert done.exit_code == 1
+    assert done.stdout.startswith("error: step_3.pt is the first checkpoint with bad numbers: 1 tensor\n  --> ")
+    done = run(str(bad), "--json")
+    assert done.exit_code == 1
+    answer = json.loads(done.stdout)
+    assert (answer["first"], answer["healthy"], answer["bad"][0]["name"]) == ("step_3.pt", "step_2.pt", "weight")
+    good = tmp_path / "good"
+    good.mkdir()
+    folder_of(good, names, bad=9)
+    done = run(str(good))
+    assert (done.exit_code, done.stdout.split(":")[0]) == (0, "clean")
+    (bad / "step_2.pt").write_bytes(b"half")
+    done = run(str(bad))
+    assert done.exit_code == 1
+    assert "note: skipped step_2.pt, which cannot be read: " in done.stdout
+    (good / "step_5.pt").write_bytes(b"half")
+    done = run(str(good))
+    assert (done.exit_code, done.stdout.split(":")[0]) == (125, "cannot tell")
+    done = run(str(tmp_path / "gone"))
+    assert done.exit_code == 2
+    assert "expected: a folder of checkpoints" in done.stderr
