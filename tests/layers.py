@@ -18,7 +18,7 @@ _FOLDERS = (
     (
         "Running a step again",
         "replaying",
-        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner",
+        "dependence stretch bounds replay tracking differentiable stability neutral contraction influence intent blame reproduce runner",
     ),
     ("Who is to blame", "blaming", "trace hidden confirm samples inquest trend scaling"),
     (

@@ -226,7 +226,7 @@ class _Case:
                 trail.explain(executed, number, mask)
         trail.follow(node)
         self.suspects = sorted(of(trail.births, Origin.MADE), key=lambda birth: birth.node)[:1]
-        guilty = inquest.judge(of(trail.births, Origin.MADE) or of(trail.births, Origin.TURNED))
+        guilty = inquest.judge(of(trail.births, Origin.MADE) or of(trail.births, Origin.TURNED), elsewhere=True)
         return None if guilty is None else (inquest.narrowed(guilty), without(trail.births, guilty))
 
     def _runaway(self, done: Pass) -> bool:
