@@ -6,6 +6,7 @@
     ├── RecordingError      a step that cannot be recorded
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
+    ├── FindingError        a dictionary that is not the JSON form of a finding
     ├── TargetError         a model, loss or case named on the command line that cannot be used
     └── NonFiniteStep       raised by Guard into a training loop
 
@@ -54,6 +55,10 @@ class ReplayError(BisectNanError):
         """Keep the index of the failing node beside the message."""
         super().__init__(got, expected, do)
         self.node = node
+
+
+class FindingError(BisectNanError, ValueError):
+    """A dictionary is not the JSON form of a finding that this release reads."""
 
 
 class SnapshotError(BisectNanError):

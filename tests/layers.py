@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors finite norms finding strict_json"),
+    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
