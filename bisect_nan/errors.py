@@ -6,6 +6,7 @@
     ├── RecordingError      a step that cannot be recorded
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
+    ├── FindingError        a dictionary that is not the JSON form of a finding
     ├── TargetError         a model, loss or case named on the command line that cannot be used
     │   └── CodeError       its own code raised
     ├── NonFiniteValues     a batch, a model, a tensor or a checkpoint with NaN or Inf, found by a check
@@ -59,6 +60,10 @@ class ReplayError(BisectNanError):
         """Keep the index of the failing node beside the message."""
         super().__init__(got, expected, do)
         self.node = node
+
+
+class FindingError(BisectNanError, ValueError):
+    """A dictionary is not the JSON form of a finding that this release reads."""
 
 
 class SnapshotError(BisectNanError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors finite norms finding strict_json"),
+    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -21,7 +21,7 @@ _FOLDERS = (
     (
         "Running a step again",
         "replaying",
-        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner",
+        "dependence stretch bounds replay tracking differentiable stability neutral contraction influence intent blame reproduce runner",
     ),
     ("Who is to blame", "blaming", "trace hidden confirm samples inquest trend scaling"),
     (

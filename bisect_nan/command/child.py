@@ -131,6 +131,7 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
             if "progress" in message:
                 stage, node, total = message["progress"]
                 progress(stage, node, total)
+                node = node if total else -1  # a stage that counts something else
             elif "answer" in message:
                 answer = Answer(message["answer"], tuple(message["messages"]), message["status"])
     return answer or Crash(child.returncode, stage, node)
