@@ -8,7 +8,10 @@ _FOLDERS = (
     (
         "A recorded step",
         "recording",
-        "program traits generators binding lines calls values frontiers uninitialized applications recorder state setting capture live",
+        (
+            "program traits generators binding lines calls values frontiers uninitialized applications recorder naming state"
+            " setting capture live"
+        ),
     ),
     (
         "The crash file",
@@ -35,9 +38,13 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("The training loop", "loop", "modes training incident guard"),
+    (
+        "The training loop",
+        "loop",
+        "modes training incident guard watch_graphs watch_stream watch_names watch_suspects watch_tape watch",
+    ),
     ("Reports", "reports", "words terminal *"),
-    ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
+    ("The command line", "command", "child user_code tensors targets worker crash inspection meter watching"),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

@@ -47,6 +47,10 @@ INTERNALS = {
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
     "recording.live": {"_version"},
+    # The stack of dispatch modes, at the bottom of which a script is watched; the mode's wrapper against compilation.
+    "loop.watch_stream": {"_C", "_len_torch_dispatch_stack", "_pop_mode", "_push_mode", "_python_dispatch"},
+    # What the iterators of data loaders have in common.
+    "loop.watch_names": {"_BaseDataLoaderIter"},
     # What keeps `cond` from being compiled.
     "recording.setting": {"_C", "_dispatch_cache"},
 }

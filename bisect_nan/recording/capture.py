@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_flatten_with_path, keystr
 
 from bisect_nan import finite
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, Symptom
 from bisect_nan.recording.frontiers import Frontier
+from bisect_nan.recording.naming import batch_tensors, name_batch, name_tensors
 from bisect_nan.recording.program import Program, Targets
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.setting import eager, hooks_noticed, module_paths, old_objects_left_alone
@@ -77,10 +78,11 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
     """
     recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
-        _name_tensors(recorder, model, batch)
         leaves = _gradient_leaves(model, batch)
         for leaf in leaves.values():
             leaf.grad = None
+        name_tensors(recorder, _parameters(model), _buffers(model))
+        name_batch(recorder, batch)
         with (
             eager(),
             old_objects_left_alone(),
@@ -108,21 +110,49 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
     """
     recorder, surroundings = Recorder(), Surroundings(model, optimizer)
     try:
-        parameters, buffers = named_parameters(model, optimizer), _buffers(model)
-        _name_tensors(recorder, model, None)
-        for name, parameter in parameters.items():
-            recorder.values.name(parameter, Phase.PARAMETER, name)
-            if parameter.grad is not None:
-                recorder.values.name(parameter.grad, Phase.INPUT, f"gradient of {name}")
-        for name, tensor in optimizer_tensors(optimizer):
-            recorder.values.name(tensor, Phase.OPTIMIZER, name)
-        before = _nonfinite(dict(optimizer_tensors(optimizer)))
-        recorder.phase = Phase.OPTIMIZER
+        update = Update(recorder, optimizer, named_parameters(model, optimizer), _buffers(model))
         with eager(), old_objects_left_alone(), module_paths(model, recorder.modules), recorder:
             optimizer.step(*args, **kwargs)
-        values = recorder.values
-        parameters, buffers = _written(recorder, parameters), _written(recorder, buffers)
-        state = {name: tensor for name, tensor in optimizer_tensors(optimizer) if values.seen(tensor)}
+        return update.outcome(loss)
+    finally:
+        recorder.restore()
+        surroundings.restore()
+
+
+class Update:
+    """An optimizer's step that runs under a recorder, from before it to its outcome."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Name what there is before the update, and tell the recorder that the update begins.
+
+        Args:
+            recorder: What the update runs under.
+            optimizer: Whose update it is.
+            parameters: Parameters by name.
+            buffers: Buffers by name.
+        """
+        self._recorder, self._optimizer, self._parameters, self._buffers = recorder, optimizer, parameters, buffers
+        name_tensors(recorder, parameters, buffers)
+        for name, tensor in optimizer_tensors(optimizer):
+            recorder.values.name(tensor, Phase.OPTIMIZER, name)
+        self._bad_before = _nonfinite(dict(optimizer_tensors(optimizer)))
+        recorder.phase = Phase.OPTIMIZER
+
+    def outcome(self, loss: float) -> Recording:
+        """Return the recording once the update has run; what was non-finite before is no symptom.
+
+        Args:
+            loss: The loss of the step, for the report.
+        """
+        recorder, values = self._recorder, self._recorder.values
+        parameters, buffers = _written(recorder, self._parameters), _written(recorder, self._buffers)
+        state = {name: tensor for name, tensor in optimizer_tensors(self._optimizer) if values.seen(tensor)}
         targets = Targets(
             parameters={name: recorder.number(parameter) for name, parameter in parameters.items()},
             buffers={name: recorder.number(buffer) for name, buffer in buffers.items()},
@@ -130,14 +160,12 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
         )
         kind, found = "parameter", _spoiled(recorder, parameters)
         if not found:
-            kind, found = "optimizer", {name: t for name, t in _nonfinite(state).items() if name not in before}
+            kind = "optimizer"
+            found = {name: t for name, t in _nonfinite(state).items() if name not in self._bad_before}
         if not found:
             kind, found = "buffer", _spoiled(recorder, buffers)
         program = recorder.finish(targets)
         return Recording(program, dict(values.tensors), _observed(program, kind, found), loss)
-    finally:
-        recorder.restore()
-        surroundings.restore()
 
 
 def _run(
@@ -149,34 +177,54 @@ def _run(
     *,
     backward: bool,
 ) -> Recording:
-    values = recorder.values
     with recorder:
         loss = scalar_loss(step())
-    number = recorder.number(loss)
-    targets, kind = Targets(number), "loss"
+    recorder.number(loss)
     left = [leaf for leaf in leaves.values() if leaf.grad is not None]  # gradients that the step itself made
-    found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
-    if found and backward and loss.requires_grad and recorder.applications:
+    bad, gradients = bool(finite.kinds(loss.detach())), dict[str, torch.Tensor]()
+    if bad and backward and loss.requires_grad and recorder.applications:
         _record_backward_code(recorder, loss)
-    elif not found and backward and loss.requires_grad:
+    elif not bad and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
         recorder.frontiers.bound()
         with recorder:
             torch.autograd.backward(loss)
-        leaves = {**leaves, **values.leaves}
+        leaves = {**leaves, **recorder.values.leaves}
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
+    found = outcome(recorder, loss, gradients, _buffers(model), hooked=bool(hooks or left))
+    frontiers = () if found.observed is None else recorder.frontiers.of(found.program)
+    return replace(found, frontiers=frontiers)
+
+
+def outcome(
+    recorder: Recorder,
+    loss: torch.Tensor | None,
+    gradients: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    hooked: bool,
+) -> Recording:
+    """Judge the forward and backward pass that a recorder has seen: by the loss, then the gradients, then the buffers.
+
+    Args:
+        recorder: What the passes ran under.
+        loss: The loss, of one element; None where nobody knows it.
+        gradients: The gradients that were made, by the names of their parameters.
+        buffers: Buffers by name; those count that became non-finite.
+        hooked: Whether gradients pass through hooks.
+    """
+    targets = Targets(None if loss is None else recorder.number(loss))
+    kind, found = "loss", {} if loss is None else _nonfinite({"loss": loss.detach()})
+    if not found:
+        targets = replace(targets, gradients={name: recorder.number(gradient) for name, gradient in gradients.items()})
         kind, found = "gradient", _nonfinite(gradients)
     if not found:
-        written = _written(recorder, _buffers(model))
-        targets = Targets(
-            number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
-        )
+        written = _written(recorder, buffers)
+        targets = replace(targets, buffers={name: recorder.number(buffer) for name, buffer in written.items()})
         kind, found = "buffer", _spoiled(recorder, written)
-    program = recorder.finish(replace(targets, hooked=bool(hooks or left or recorder.unfollowed)))
-    observed = _observed(program, kind, found)
-    frontiers = () if observed is None else recorder.frontiers.of(program)
-    return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)
+    program = recorder.finish(replace(targets, hooked=hooked or recorder.unfollowed))
+    value = math.nan if loss is None else float(loss.detach())
+    return Recording(program, dict(recorder.values.tensors), _observed(program, kind, found), value)
 
 
 def _record_backward_code(recorder: Recorder, loss: torch.Tensor) -> None:
@@ -254,25 +302,8 @@ def _gradient_leaves(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that the backward pass leaves gradients in, by name; one under two names once."""
     leaves = _parameters(model)
     known = {id(leaf) for leaf in leaves.values()}
-    for name, leaf in _batch_tensors(batch):
+    for name, leaf in batch_tensors(batch):
         if leaf.requires_grad and leaf.is_leaf and id(leaf) not in known:
             known.add(id(leaf))
             leaves[name] = leaf
     return leaves
-
-
-def _name_tensors(recorder: Recorder, model: Any, batch: Any) -> None:
-    name_it = recorder.values.name
-    for name, parameter in _parameters(model).items():
-        name_it(parameter, Phase.PARAMETER, name)
-    if isinstance(model, nn.Module):
-        for name, buffer in model.named_buffers():
-            name_it(buffer, Phase.BUFFER, name)
-    for name, leaf in _batch_tensors(batch):
-        name_it(leaf, Phase.INPUT, name)
-
-
-def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch with their path: `batch['labels']['depth']`."""
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    return ((f"batch{pytree.keystr(path)}", leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor))
