@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -146,7 +147,7 @@ def test_prefixes_of_the_model() -> None:
     kept = {name: tensor for name, tensor in tied.state_dict().items() if name != "last.weight"}
     assert load_weights(tied, kept, "a.pt") == "Weights from a.pt."
     more = {f"model.{name}": tensor for name, tensor in kept.items()} | {"loss.scale": torch.ones(1)}
-    assert "1 other entries left out" in load_weights(tied, more, "a.pt")
+    assert "1 without it left out" in load_weights(tied, more, "a.pt")
     with pytest.raises(TargetError, match=r"Missing key\(s\): first.weight"):
         load_weights(tied, {"first.bias": torch.zeros(2), "last.bias": torch.zeros(2)}, "a.pt")
     with pytest.raises(TargetError, match=r"Unexpected key\(s\): depth"):
@@ -202,7 +203,9 @@ def trained(folder: Path) -> Path:
     ]
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": log}))
     generator = torch.Generator().manual_seed(7)
-    torch.save({"python": random.getstate(), "cpu": generator.get_state()}, path / "rng_state.pth")
+    numpy_state = np.random.get_state()  # noqa: NPY002  (as the Trainer does)
+    states = {"python": random.getstate(), "numpy": numpy_state, "cpu": generator.get_state()}
+    torch.save(states, path / "rng_state.pth")
     torch.save({"state": {}}, path / "optimizer.pt")
     return path
 
@@ -218,7 +221,7 @@ def test_a_folder_of_the_trainer(trained: Path, as_weights: bool) -> None:
         else load_target(trained, batch=batch, **options)
     )
     assert target.notes[1] == f"Weights from 2 files of {trained}."
-    assert target.notes[2] == "Random generators (torch, Python) as the checkpoint has them."
+    assert target.notes[2] == "Random generators (torch, Python, NumPy) as the checkpoint has them."
     snapshot = target.snapshot
     assert snapshot is not None
     assert snapshot.step_number == 500
@@ -260,6 +263,27 @@ def test_what_to_type_next(trained: Path) -> None:
         load_target("batch.pt", loss=MSE)
     command = f"bisect-nan run batch.pt --model module:callable --weights FILE --loss {MSE}"
     assert COMMAND.search(str(caught.value))[1] == command  # type: ignore[index]
+
+
+def test_a_loss_that_is_not_named() -> None:
+    """A pair for a model with one argument holds a target, so it is the loss that is missing."""
+    with pytest.raises(
+        TargetError, match=r"got shape \[2, 2\] from the model\nexpected: the loss, one number\ndo this: add --loss"
+    ):
+        load_target(saved((X, Y)), model="net:Net")
+
+
+def test_arrays_of_numpy() -> None:
+    """NumPy's arrays are read as tensors, also where the step or a score is one of its numbers."""
+    content = {"input": X.numpy(), "target": Y.numpy(), "step": np.int64(4), "best": np.float64(0.5)}
+    target = load_target(saved(content), model="net:Net", loss=MSE)
+    assert finding_of(target).verdict is Verdict.LOCATED
+    assert target.snapshot is not None
+    assert target.snapshot.step_number == 4
+    assert len(target.notes) == 2, "nothing was left out"
+    objects = np.array([Config()], dtype=object)
+    with pytest.raises(TargetError, match="which cannot be read"):
+        load_target(saved({"input": objects}), model="net:Net")
 
 
 def test_the_loss_alone() -> None:

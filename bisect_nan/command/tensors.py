@@ -156,11 +156,8 @@ def _capture(
         result = _loss_in(output) if loss is None else loss(_prediction(output), batch[found.target])
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            do = (
-                f"let {name} return one number"
-                if name
-                else "add --loss module:callable, called as loss(output, target)"
-            )
+            command = _command(request, loss="module:callable")
+            do = f"let {name} return one number" if name else f"add --loss, called as loss(output, target): {command}"
             raise TargetError(f"got {got} from {name or 'the model'}", "the loss, one number", do)
         return result
 
