@@ -42,7 +42,7 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter",
+        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter",
     ),
     ("What a user calls", "", "cli __main__"),
 )

@@ -311,8 +311,20 @@ def test_bad_inputs_need_no_model() -> None:
         assert (finding.culprit.phase, finding.culprit.cause) == (Phase.INPUT, "input_nonfinite")
         assert finding.culprit.samples == (1,)
         assert Finding.from_dict(finding.to_dict()) == finding
+    mask = X.masked_fill(X > 2, float("-inf"))
+    with pytest.raises(TargetError, match="without a model"):
+        load_target(saved({"input": {"x": X, "mask": mask}, "target": Y}))
     with pytest.raises(TargetError, match=r"in which output is bad .*, and the input is not\nexpected: the model"):
         load_target(saved({"input": X, "output": bad, "target": Y}), loss="net:loss")
+
+
+def test_bad_weights_need_no_model() -> None:
+    """A checkpoint that was saved after the fault is told by its first bad weight."""
+    weights = state("model.")
+    weights["model.body.2.bias"] = torch.tensor([1.0, float("nan")])
+    finding = finding_of(load_target(saved({"state_dict": weights, "epoch": 3}, "last.ckpt")))
+    assert finding.culprit is not None
+    assert (finding.culprit.cause, finding.culprit.name) == ("parameter_nonfinite", "model.body.2.bias")
 
 
 @pytest.mark.parametrize(
