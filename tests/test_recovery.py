@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
 import random
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,28 @@ def test_deferred(kind: str, mode: str, tmp_path: Path) -> None:
     assert finding.culprit is not None
     assert finding.culprit.phase is (Phase.FORWARD if kind == "loss" else Phase.BACKWARD)
     assert all(p.isfinite().all() for p in training.model.parameters())
+
+
+def test_a_healthy_state_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The training goes on, the state is kept in memory, and what is wrong with the file is told."""
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    training = Training(adam, tmp_path, on_fault="rollback", healthy_file=tmp_path / "file" / "healthy.pt")
+    training.run([batch_of(0), BAD["loss"][1], batch_of(1)])
+    assert "cannot be written" in caplog.text
+
+
+def test_deferred_evaluations_are_not_kept(tmp_path: Path) -> None:
+    """Batches of an evaluation between two updates are let go, and its bad losses are told at once."""
+    training = Training(adam, tmp_path, deferred=True)
+    training.run([batch_of(0)])
+    batches = [batch_of(1) for _ in range(3)]
+    kept = [weakref.ref(batch["x"]) for batch in batches]
+    with torch.no_grad():
+        for batch in batches:
+            training.step(training.model, batch)
+        with pytest.raises(NonFiniteStep):
+            training.step(training.model, BAD["loss"][1])
+    batch = None
+    batches.clear()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,14 +15,12 @@ from bisect_nan.finding import Symptom
 from bisect_nan.loop.healthy import HealthyState
 from bisect_nan.loop.incident import Call, Incident, Update
 from bisect_nan.loop.mistakes import Mistake, Mistakes
-from bisect_nan.loop.recovery import OnFault, Recovery
+from bisect_nan.loop.recovery import OnFault, Recovery, logger
 from bisect_nan.loop.shelf import Shelf
 from bisect_nan.loop.training import Training
 from bisect_nan.recording.live import uncounted
 from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.state import Surroundings, buffers
-
-logger = logging.getLogger("bisect_nan")
 
 capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 """Whether a guard is running something again; all guards stand aside meanwhile."""

@@ -35,6 +35,7 @@ class Call:
         before: The state before it.
         modes: What torch was switched to.
         loss: What it returned.
+        reading: The loss on its way to the host, where it is read a step later.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Call:
     before: Surroundings
     modes: Modes = field(default_factory=Modes)
     loss: float = math.nan
+    reading: Any = None
 
     def again(self, scale: float = 1.0, **known: Any) -> Snapshot:
         """Run it under the recorder, from the state before it, the loss multiplied with a scale as a `GradScaler` does."""

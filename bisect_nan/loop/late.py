@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -41,47 +42,41 @@ class Reading:
         return float(self._number)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LateStep:
     """An update whose numbers nobody has looked at yet.
 
     Attributes:
         calls: The watched calls that its gradients came from.
-        losses: What they returned.
-        gradient_norm: Norm of its gradients; None when it has not come so far.
+        gradient_norm: Norm of its gradients.
         learning_rate: Rate of the first group of parameters.
     """
 
-    calls: list[Call]
-    losses: list[Reading]
-    gradient_norm: Reading | None = None
-    learning_rate: float = math.nan
+    calls: Sequence[Call]
+    gradient_norm: Reading
+    learning_rate: float
 
 
 class LateVigil(Vigil):
     """Lets every step pass, and looks at it when the next one begins; a fault takes the training back to a healthy state."""
 
-    _now: LateStep | None = None
     _past: LateStep | None = None
 
     def is_fine(self, call: Call, loss: torch.Tensor) -> bool:
-        """Send the loss off."""
-        if self._now is None:
-            self._now = LateStep([], [])
-        self._now.calls.append(call)
-        self._now.losses.append(Reading(loss))
+        """Send the loss off; that of an evaluation, which no update will ask for, is read."""
+        if not torch.is_grad_enabled():
+            return super().is_fine(call, loss)
+        call.reading = Reading(loss)
         return True
 
     def prepare(self, frame: FrameType, *_: Any) -> Update:
         """Send the norm of the gradients off; nothing is copied, since there is a healthy state to go back to."""
-        if self._now is not None:
-            self._now.gradient_norm = Reading(total_norm(self.training.gradients()))
-            self._now.learning_rate = learning_rate(self.training.optimizer)
+        norm = Reading(total_norm(self.training.gradients()))
+        self._past = LateStep(tuple(self.calls), norm, learning_rate(self.training.optimizer))
         return Update(0, frame, self.training)
 
     def finish(self, _: Update) -> None:
         """Leave the update to the next step."""
-        self._past, self._now = self._now, None
 
     def look_back(self) -> None:
         """Read the numbers of the step before.
@@ -92,13 +87,12 @@ class LateVigil(Vigil):
         past, self._past = self._past, None
         if past is None:
             return
-        losses = [reading.value() for reading in past.losses]
-        for call, loss in zip(past.calls, losses, strict=True):
-            call.loss = loss
-        norm = math.nan if past.gradient_norm is None else past.gradient_norm.value()
+        for call in past.calls:
+            call.loss = call.reading.value()
+        norm = past.gradient_norm.value()
         bad = [call for call in past.calls if not math.isfinite(call.loss)]
         if not bad and math.isfinite(norm):
-            loss = sum(losses) / len(losses)
+            loss = sum(call.loss for call in past.calls) / len(past.calls) if past.calls else math.nan
             numbers = {"step": self.steps - 1, "loss": loss, "gradient_norm": norm, "learning_rate": past.learning_rate}
             self.healthy(numbers)
             return

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 from pathlib import Path
 from typing import Any
 
 from bisect_nan.loop.healthy import HealthyState, write_healthy
 from bisect_nan.loop.mistakes import Mistakes
 from bisect_nan.loop.training import Training
+
+logger = logging.getLogger("bisect_nan")
 
 _PATIENCE = 10
 """Bad steps in a row after which leaving out one more is no training any more."""
@@ -59,15 +62,15 @@ class Recovery:
         return self._keeps and not self._bad_in_a_row and step % self._every == 0 and step != self._kept_at
 
     def keep(self, step: int) -> None:
-        """Keep the present state, which is finite.
-
-        Raises:
-            OSError: It cannot be written to the file; it is kept in memory.
-        """
+        """Keep the present state, which is finite; a file that cannot be written does not end the training."""
         self.state = HealthyState(self._training, self._scaler, self._scheduler)
         self._kept_at = step
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             write_healthy(self._file, self._training, self._scaler, self._scheduler, step)
+        except (OSError, RuntimeError) as problem:  # torch.save tells a full disk as a RuntimeError
+            logger.warning("the healthy state of step %d cannot be written to %s: %s", step, self._file, problem)
 
     @property
     def exhausted(self) -> bool:

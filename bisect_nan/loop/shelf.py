@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
@@ -56,7 +57,8 @@ class Shelf:
             raise SnapshotError(got, "twice its size", "make room, or choose another directory")
         path = snapshot.save(self._free_path(step))
         self._written += 1
-        self._tidy()
+        with contextlib.suppress(OSError):  # another process may tidy at the same time
+            self._tidy()
         return path
 
     def _free_path(self, step: int) -> Path:
