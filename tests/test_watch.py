@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -526,6 +527,28 @@ def test_copies_of_a_model_between_steps() -> None:
         loop.run([BAD["loss"]])
     assert blamed(seen.finding())[2] == line_of("loss")
     assert torch.equal(best["first.weight"], loop.model.first.weight)
+
+
+@pytest.mark.parametrize("kind", ["loss", "optimizer"])
+def test_a_script_that_goes_on_after_its_fault(kind: str) -> None:
+    """Nothing is watched any more, and hooks of the script's own are all called."""
+    faults: list[Fault] = []
+    watch = Watch(from_step=0, caught=faults.append)
+    watch.start()
+    called: list[str] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after")),
+    ]
+    try:
+        Loop().run([batch_of(0), BAD[kind], BAD[kind], batch_of(1)])
+        assert torch._C._len_torch_dispatch_stack() == 0
+    finally:
+        watch.close()
+        for hook in hooks:
+            hook.remove()
+    assert len(faults) == 1
+    assert called == ["before", "after"] * 4
 
 
 # --- from which step on -----------------------------------------------------------------------------------------------------
