@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -410,6 +411,23 @@ def test_closures() -> None:
     assert (cause, line) == ("log_of_negative", line_of("closure"))
     assert phase is Phase.FORWARD
     assert len(seen.snapshot.program.nodes) < 30
+
+
+def test_closures_that_write_to_buffers() -> None:
+    """What one recorder keeps of memory that is written to is no call for the one around it."""
+    with watched() as seen:
+        loop = Loop(torch.optim.LBFGS, max_iter=2)
+
+        def closure(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.model, batch)
+            loss.backward()
+            return loss
+
+        for given in (batch_of(0), BAD["loss"]):
+            loop.optimizer.step(functools.partial(closure, given))
+        assert not seen.watch.unrecorded
+    assert blamed(seen.finding())[1:] == (Phase.FORWARD, line_of("loss"))
 
 
 def test_gradients_by_autograd_grad() -> None:
