@@ -9,7 +9,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.finding import Phase
-from bisect_nan.recording.capture import _observed
+from bisect_nan.recording.outcome import _observed
 from bisect_nan.recording.program import Node, Placeholder, Program, Ref, Value
 from bisect_nan.replaying.dependence import Dependence
 from bisect_nan.replaying.replay import Run

@@ -51,6 +51,16 @@ def test_random_calls_are_repeatable() -> None:
     assert unstable_node(Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), step)) == ""
 
 
+def test_views_of_memory_beyond_their_base_are_repeatable() -> None:
+    """A view that the dispatcher did not see may show more of a memory than the tensor that was met first."""
+    whole = torch.ones(8)
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * whole[:1].data.sum() * whole.data.sum()
+
+    assert unstable_node(Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), step)) == ""
+
+
 def test_a_fault_that_comes_and_goes_is_told_with_its_kernel() -> None:
     """Nothing is blamed; how often the fault showed is said, and which call is not repeatable."""
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -411,6 +413,23 @@ def test_closures() -> None:
     assert len(seen.snapshot.program.nodes) < 30
 
 
+def test_closures_that_write_to_buffers() -> None:
+    """What one recorder keeps of memory that is written to is no call for the one around it."""
+    with watched() as seen:
+        loop = Loop(torch.optim.LBFGS, max_iter=2)
+
+        def closure(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.model, batch)
+            loss.backward()
+            return loss
+
+        for given in (batch_of(0), BAD["loss"]):
+            loop.optimizer.step(functools.partial(closure, given))
+        assert not seen.watch.unrecorded
+    assert blamed(seen.finding())[1:] == (Phase.FORWARD, line_of("loss"))
+
+
 def test_gradients_by_autograd_grad() -> None:
     """Where nobody calls `backward`, the loss is unknown, and the gradients are looked at."""
     with watched() as seen:
@@ -526,6 +545,28 @@ def test_copies_of_a_model_between_steps() -> None:
         loop.run([BAD["loss"]])
     assert blamed(seen.finding())[2] == line_of("loss")
     assert torch.equal(best["first.weight"], loop.model.first.weight)
+
+
+@pytest.mark.parametrize("kind", ["loss", "optimizer"])
+def test_a_script_that_goes_on_after_its_fault(kind: str) -> None:
+    """Nothing is watched any more, and hooks of the script's own are all called."""
+    faults: list[Fault] = []
+    watch = Watch(from_step=0, caught=faults.append)
+    watch.start()
+    called: list[str] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after")),
+    ]
+    try:
+        Loop().run([batch_of(0), BAD[kind], BAD[kind], batch_of(1)])
+        assert torch._C._len_torch_dispatch_stack() == 0
+    finally:
+        watch.close()
+        for hook in hooks:
+            hook.remove()
+    assert len(faults) == 1
+    assert called == ["before", "after"] * 4
 
 
 # --- from which step on -----------------------------------------------------------------------------------------------------

@@ -197,7 +197,9 @@ class _Watcher:
             return
         shown = Path(os.path.relpath(path)) if path.is_relative_to(Path.cwd()) else path
         locate = [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan", "run", str(shown)]
-        subprocess.run(locate, stdout=sys.__stderr__, check=False)  # noqa: S603  (a command of this package)
+        done = subprocess.run(locate, stdout=sys.__stderr__, check=False)  # noqa: S603  (a command of this package)
+        if done.returncode != LOCATED and "RANK" in os.environ:
+            _say("If gradients are averaged over ranks, the fault has come from another one: look at its report.")
         _say(f"The report again: bisect-nan run {shlex.quote(str(shown))}")
 
     def _end(self) -> NoReturn:

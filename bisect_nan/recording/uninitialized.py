@@ -44,7 +44,8 @@ class Uninitialized:
         for number, tensor in arguments:
             whole, index = self._pending.pop(self._values.storages[number], (-1, -1))
             if index >= 0 and not (number == whole and number in overwritten and numbers.count(number) == 1):
-                self.kept[index] = self._content(whole, tensor)
+                with torch._C._DisableTorchDispatch():  # noqa: SLF001  (as in `values`)
+                    self.kept[index] = self._content(whole, tensor)
 
     def _content(self, whole: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of the memory that `tensor` shows, as the value `whole` shows it."""

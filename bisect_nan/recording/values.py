@@ -295,8 +295,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    return copy
+    with torch._C._DisableTorchDispatch():  # noqa: SLF001  (another recorder may be active around this one; torch 2.6 to 2.13)
+        return storage.clone()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _by_layout(item: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

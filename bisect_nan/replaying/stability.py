@@ -40,7 +40,7 @@ def doubts(stretch: Stretch, start: Checkpoint, shown: int, of: int, *, compiled
 def unstable(stretch: Stretch, start: Checkpoint) -> Node | None:
     """Run every call twice on the same inputs, from the same state of its generator, and return the first that differs.
 
-    Memory that nobody has written to differs by itself and is no result.
+    Memory that nobody has written to differs by itself and is no result; a view computes nothing.
 
     Args:
         stretch: The calls.
@@ -49,7 +49,8 @@ def unstable(stretch: Stretch, start: Checkpoint) -> Node | None:
     found: list[Node] = []
 
     def compare(executed: Executed) -> None:
-        if found or Traits.of(executed.node.target).uninitialized:
+        traits = Traits.of(executed.node.target)
+        if found or traits.uninitialized or traits.view:
             return
         again = executed.again(executed.inputs)
         if not all(_same(made, again.get(number)) for number, made in executed.content.items()):

@@ -99,7 +99,8 @@ class Watch:
         self.problem: RecordingError | None = None
         self._from_step, self._caught, self._thread = from_step, caught, threading.get_ident()
         self._tape = Tape(self._forget_broken_update, self._snapshot)
-        self._open = contextlib.ExitStack()
+        self._open, self._recording = contextlib.ExitStack(), contextlib.ExitStack()
+        self._over = False
         self._running: _Running | None = None
         self._gradient_norm = self._norm = math.nan
         self._history: deque[Mapping[str, float]] = deque(maxlen=_HISTORY)
@@ -112,19 +113,24 @@ class Watch:
         here = weakref.ref(self)  # a forked worker of a data loader has nothing to watch
         os.register_at_fork(after_in_child=lambda: None if (watch := here()) is None else watch.close())
         if self._from_step == 0:
-            self._open.enter_context(self._tape.open())
+            self._recording.enter_context(self._tape.open())
 
     def close(self) -> None:
         """Watch no longer, and leave nothing behind."""
+        self._stop()
         self._open.close()
-        self._running = None
+
+    def _stop(self) -> None:
+        """Watch no longer. The hooks stay: torch may be going through them."""
+        self._over, self._running = True, None
+        self._recording.close()
 
     # --- before an update -----------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         """Look at what the update is going to use, and record it."""
         self._forget_broken_update()
-        if self._running is not None or threading.get_ident() != self._thread:
+        if self._over or self._running is not None or threading.get_ident() != self._thread:
             return  # called by a subclass through `super().step()`, or by an optimizer around this one
         tape, recorder = self._tape, self._tape.recorder
         self._running, tape.updating = _Running(sys._getframe(1)), True
@@ -208,7 +214,7 @@ class Watch:
     def _end(self, snapshot: Snapshot | None) -> None:
         """Watch no longer, and tell the fault."""
         problem = self._tape.problem
-        self.close()
+        self._stop()
         self._caught(Fault(self.steps, snapshot, problem))
 
     def _forget_broken_update(self) -> bool:
