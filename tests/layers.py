@@ -36,6 +36,7 @@ _FOLDERS = (
     ),
     ("The answer", "answer", "witness story explain trial driver"),
     ("The training loop", "loop", "modes training incident guard"),
+    ("Other packages' loops", "integrations", "replaced closures rerun distributed accelerate lightning transformers"),
     ("Reports", "reports", "words terminal *"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
     ("What a user calls", "", "cli __main__"),

@@ -47,6 +47,8 @@ INTERNALS = {
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
     "recording.live": {"_version"},
+    # What sees a call before it is made.
+    "integrations.distributed": {"_python_dispatch"},
     # What keeps `cond` from being compiled.
     "recording.setting": {"_C", "_dispatch_cache"},
 }
@@ -95,6 +97,21 @@ def test_imports_point_down() -> None:
     below = {name: set(ORDER[: ORDER.index(name)]) for name in ORDER} | {"": set(ORDER)}
     upward = {name: up for name, tree in MODULES.items() if (up := imported(tree) - below.get(name, set()))}
     assert upward == {}
+
+
+def test_frameworks_stay_in_their_integrations() -> None:
+    """A package that is only an extra is imported by the integration that has its name; the trainer of transformers runs on accelerate."""
+    extras = {"lightning", "transformers", "accelerate"}
+    found = {
+        name: {
+            (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        & extras
+        for name, tree in MODULES.items()
+    }
+    assert {name: used for name, used in found.items() if used} == {f"integrations.{name}": {name} for name in extras}
 
 
 def test_reports_know_the_finding_alone() -> None:
