@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from bisect_nan.finding import Culprit, Finding, Phase, Verdict
     from bisect_nan.loop.guard import Guard
+    from bisect_nan.loop.mistakes import LoopMistake
     from bisect_nan.snapshots.snapshot import Snapshot
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Culprit",
     "Finding",
     "Guard",
+    "LoopMistake",
     "NonFiniteStep",
     "Phase",
     "RecordingError",
@@ -39,6 +41,7 @@ __all__ = [
 _HOMES = {
     "locate": "answer.driver",
     "Guard": "loop.guard",
+    "LoopMistake": "loop.mistakes",
     "Snapshot": "snapshots.snapshot",
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }

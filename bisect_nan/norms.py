@@ -24,14 +24,19 @@ def norms(*groups: Iterable[torch.Tensor]) -> list[float]:
         groups: Tensors of any shape, dtype, layout and device; integers count as nothing.
     """
     kept = [list(group) for group in groups]
-    totals = [_total(list(_values(group))) for group in kept]
+    totals = [total_norm(group) for group in kept]
     home = next((total.device for total in totals if total.device.type != "cpu"), torch.device("cpu"))
     found = torch.stack([total.to(home, torch.float64) for total in totals]).tolist()
     return [value if math.isfinite(value) else _carefully(group) for value, group in zip(found, kept, strict=True)]
 
 
-def _total(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over all elements; halves are summed in float32, where they cannot overflow so soon."""
+@torch.no_grad()
+def total_norm(group: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm over all elements of some tensors, as a scalar where they lie, without waiting for it.
+
+    Halves are summed in float32, where they cannot overflow so soon.
+    """
+    values = list(_values(group))
     if not values:
         return torch.zeros(())
     full = [value for value in values if value.dtype in _FULL]

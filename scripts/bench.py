@@ -2,10 +2,12 @@
 """How long an answer takes, in units of one eager training step, beside other ways to find the same operation.
 
     python scripts/bench.py [--sizes small large] [--faults forward backward] [--repeats 5] [--threads 1]
+    python scripts/bench.py --guard [--repeats 200]
 
 Two transformers (12 layers of width 256; 6 layers of width 1024; batch 4 x 128) carry a fault in the layer three quarters up: a
 logarithm of zero in the forward pass, or a square root at zero that only the backward pass notices. Every row is measured in the
 same process, the rows in turn, and printed as the median of its ratio to the eager step (forward and backward) measured beside it.
+With --guard, healthy training steps with and without a guard take turns instead.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from guarded import measure_guard
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,12 +207,16 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--guard", action="store_true", help="what a guard costs a healthy training")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     print(
         f"torch {torch.__version__}, {platform.machine()}, {options.threads} thread(s), median of {options.repeats} (min to max)"
     )
+    if options.guard:
+        measure_guard(options.repeats)
+        return 0
     for size in options.sizes:
         for fault in options.faults:
             measure(size, fault, options.repeats)

@@ -8,7 +8,7 @@ _FOLDERS = (
     (
         "A recorded step",
         "recording",
-        "program traits generators binding lines calls values frontiers uninitialized applications recorder state setting capture live",
+        "program traits generators binding lines calls values frontiers uninitialized applications recorder state standing setting capture live",
     ),
     (
         "The crash file",
@@ -35,8 +35,12 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("The training loop", "loop", "modes training incident guard"),
-    ("Other packages' loops", "integrations", "replaced closures rerun distributed accelerate lightning transformers"),
+    (
+        "The training loop",
+        "loop",
+        "modes training copies sight mistakes healthy recovery shelf harmless journal incident scaler growth assurance alarm vigil late guard",
+    ),
+    ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     ("Reports", "reports", "words terminal *"),
     ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
     ("What a user calls", "", "cli __main__"),

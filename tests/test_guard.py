@@ -105,9 +105,9 @@ KINDS = list(BAD)
 PHASES = {"loss": Phase.FORWARD, "gradient": Phase.BACKWARD, "buffer": Phase.FORWARD}
 
 
-def line_of(mark: str) -> int:
-    """Return the line of this file that ends with a comment."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+def line_of(mark: str, file: str = __file__) -> int:
+    """Return the line of a file that ends with a comment."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
     (found,) = (number for number, text in enumerate(lines, 1) if text.endswith(f"  # {mark}"))
     return found
 
@@ -118,12 +118,12 @@ def located(fault: NonFiniteStep) -> Finding:
     return locate(Snapshot.load(fault.path))
 
 
-def blamed(fault: NonFiniteStep, mark: str) -> bool:
-    """Whether the culprit is the marked line of this file."""
+def blamed(fault: NonFiniteStep, mark: str, file: str = __file__) -> bool:
+    """Whether the culprit is the marked line of a file."""
     culprit = located(fault).culprit
     assert culprit is not None
     assert culprit.source is not None
-    return Path(culprit.source.file).name == Path(__file__).name and culprit.source.line == line_of(mark)
+    return Path(culprit.source.file).name == Path(file).name and culprit.source.line == line_of(mark, file)
 
 
 def raised(train: Callable[[], Any], match: str = "finite") -> NonFiniteStep:
@@ -537,7 +537,7 @@ def test_evaluation_through_the_watched_step(tmp_path: Path) -> None:
                 loop.step(loop.model, BAD["loss"][1])
         assert blamed(caught.value, "loss")
     assert loop.guard is not None
-    assert loop.guard._calls == []
+    assert loop.guard._vigil.calls == []
     loop.model.train()
     loop.run([batch_of(2)])
     assert loop.faults == []
@@ -562,7 +562,7 @@ def test_several_losses(form: type, tmp_path: Path) -> None:
     assert isinstance(losses, form)
     sum(losses.values() if form is dict else losses).backward()
     optimizer.step()
-    assert guard._history[-1]["loss"] == pytest.approx(math.log(3.0))
+    assert guard._vigil.journal.entries[-1]["loss"] == pytest.approx(math.log(3.0))
     with pytest.raises(NonFiniteStep) as caught:
         watched(model, torch.zeros(2, 3) - 5)
     assert blamed(caught.value, "several")
@@ -603,7 +603,7 @@ def test_a_gradient_scaler_drops_updates_that_overflow(tmp_path: Path) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() < 2.0**127
-    assert 0 < guard._steps < 20
+    assert 0 < guard._vigil.steps < 20
 
 
 def test_a_step_that_the_scaler_left_out_last_is_no_fault(tmp_path: Path) -> None:
@@ -681,7 +681,7 @@ def test_infinities_that_are_meant(tmp_path: Path) -> None:
         optimizer.zero_grad()
         watched(model, torch.ones(3, 3)).backward()
         optimizer.step()
-        assert number + 1 == guard._steps
+        assert number + 1 == guard._vigil.steps
     guard.check()
     optimizer.zero_grad()
     watched(model, -torch.ones(3, 3)).backward()
@@ -801,7 +801,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
             counts.append(alive())
     assert counts[1][0] <= counts[0][0]
     assert counts[1][1] <= counts[0][1] + 50
-    assert len(guard._history) == 200
+    assert len(guard._vigil.journal.entries) == 200
 
 
 def test_history_tells_how_it_came_to_this(tmp_path: Path) -> None:
@@ -824,9 +824,9 @@ def test_history_tells_how_it_came_to_this(tmp_path: Path) -> None:
     snapshot = Snapshot.load(caught.value.path)
     assert snapshot.step_number == 2
     assert snapshot.history == (
-        {"step": 0, "loss": 3.0, "gradient_norm": 1.0, "parameter_norm": 3.0},
-        {"step": 1, "loss": 2.5, "gradient_norm": 1.0, "parameter_norm": 2.5},
-        {"step": 2, "parameter_norm": 2.0},
+        {"step": 0, "loss": 3.0, "gradient_norm": 1.0, "parameter_norm": 3.0, "learning_rate": 0.5},
+        {"step": 1, "loss": 2.5, "gradient_norm": 1.0, "parameter_norm": 2.5, "learning_rate": 0.5},
+        {"step": 2, "parameter_norm": 2.0, "learning_rate": 0.5},
     )
 
 

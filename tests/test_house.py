@@ -46,7 +46,9 @@ INTERNALS = {
     "blaming.confirm": {"_values"},
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
     # How often a tensor was written to.
-    "recording.live": {"_version"},
+    "recording.live": {"_version", "_unsafe_preserve_version_counter"},
+    # The hooks that run before an update.
+    "loop.assurance": {"_optimizer_step_pre_hooks"},
     # What sees a call before it is made.
     "integrations.distributed": {"_python_dispatch"},
     # What keeps `cond` from being compiled.
@@ -149,6 +151,7 @@ def test_the_public_names() -> None:
         "Culprit",
         "Finding",
         "Guard",
+        "LoopMistake",
         "NonFiniteStep",
         "Phase",
         "RecordingError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -66,8 +67,12 @@ def _with_scale(evidence: Evidence, match: Match, wider: torch.dtype) -> Match:
     healed = heal(evidence, wider) if evidence.loss_scale > 1 else None
     if healed is None or not enough(healed.values.abs() / evidence.loss_scale < largest(evidence.result.dtype)):
         return match
-    without = show(healed.values[healed.beyond | healed.inside][0] / evidence.loss_scale)
-    note = f"the loss is multiplied by {evidence.loss_scale:g} at the end; without that the element is {without}, which fits"
+    without = healed.values[healed.beyond | healed.inside] / evidence.loss_scale
+    safe = 2.0 ** math.floor(math.log2(largest(evidence.result.dtype) / max(float(without.abs().max()), 1.0)))
+    note = (
+        f"the loss is multiplied by {evidence.loss_scale:g} at the end; without that the element is {show(without[0])},"
+    )
+    note += f" which fits, as it does with a scale of up to {safe:g}"
     return replace(
         match, notes=(*match.notes, note), help="lower the loss scale, or let `torch.amp.GradScaler` find one"
     )

@@ -2,28 +2,27 @@
 
 The protocol, with `DistributedDataParallel` (DDP):
 
-1. A healthy step exchanges nothing. What a rank finds is at first its own business: a bad loss on one rank is not told there and then,
-   because the others are waiting for this rank's gradients. Its gradients are made NaN (a bad loss need not make them so by itself),
-   the backward pass runs, and the all-reduce carries the news: it leaves the same bad gradients on all ranks.
+1. A healthy step exchanges nothing. A bad loss on one rank is not told there and then, because the others wait for this rank's
+   gradients: its gradients are made NaN (a bad loss alone need not make them so), the backward pass runs, and the all-reduce carries
+   the news. It leaves the same gradients on all ranks, whatever made them bad, and in all of them only there.
 2. So all ranks find bad gradients in the same step, before the update, and do the same about them.
-3. Each runs its own step again, alone: DDP's forward is that of the module within, so no buffers are broadcast and its reducer waits
-   for no gradients; a step that talks to other processes by itself (`SyncBatchNorm`, say) is refused, since the others may not answer.
+3. Each runs its own step again, alone: DDP's forward is that of the module within it, so that no buffers are broadcast and its reducer
+   waits for nothing; a step that talks to other processes by itself (`SyncBatchNorm` does) is refused, as they might not answer.
    A rank whose own loss or gradients come out bad has failed first; the others have received theirs.
-4. They tell each other which it was, in a process group of their own with a timeout. Where a rank does not answer in time, because
-   it has ended or sees no fault, the others name what they know. Nobody waits forever, and the training's own group stays usable.
+4. They tell each other which it was, in a process group of their own with a timeout (`ranks.py`). Where a rank does not answer, because
+   it has ended or sees no fault, the others tell what they know. Nobody waits forever, and the training's own group stays usable.
 
-Faults of the update are not exchanged: equal gradients and equal state make them on all ranks alike.
+A step that a `GradScaler` leaves out is left out on all ranks; whether it is bad without its scale as well, they find out in the same way.
+Faults of the update need no exchange: equal gradients and equal state make them on all ranks alike. Buffers belong to one rank: nobody
+else sees that they went bad, so such a step cannot be left out, and raises.
 """
 
 from __future__ import annotations
 
-import datetime as dt
-import enum
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.6 to 2.13
 
-from bisect_nan.errors import NonFiniteStep, RecordingError
+from bisect_nan.errors import RecordingError
+from bisect_nan.integrations.ranks import Found, Ranks, Word, named
 from bisect_nan.integrations.replaced import replaced
-from bisect_nan.integrations.rerun import Rerun
+from bisect_nan.loop.alarm import Alarm, capturing
 from bisect_nan.loop.guard import Guard
-from bisect_nan.loop.incident import Call
-from bisect_nan.recording.capture import Step, scalar_loss
+from bisect_nan.loop.incident import Call, Incident, Update
+from bisect_nan.loop.late import LateVigil
+from bisect_nan.loop.recovery import OnFault
+from bisect_nan.loop.vigil import Vigil
+from bisect_nan.recording.capture import Observed, Step, scalar_loss
+from bisect_nan.snapshots.snapshot import Snapshot
 
-_PATIENCE = dt.timedelta(minutes=5)
-"""How long a rank waits for the others to run their step again."""
-_LONGEST_PATH = 4096
-"""Bytes of a path."""
 _COLLECTIVES = "c10d", "_c10d_functional", "c10d_functional"
 """Namespaces of the operators that talk to other processes; torch 2.6 to 2.13."""
+
+_FINITE = "it came out finite when it was run again on this rank alone"
 
 
 def guard_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Guard:
@@ -59,8 +61,71 @@ def guard_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     return (RankGuard if together else Guard)(model, optimizer, **options)
 
 
+class _RankIncident(Incident):
+    """Something came out non-finite on all ranks; only where it shows again is it worth a snapshot."""
+
+    def capture(self, **known: Any) -> tuple[Snapshot, str]:
+        snapshot, problem = Incident.capture(self, **known)
+        if problem:
+            raise RecordingError(_FINITE)
+        return snapshot, problem
+
+
+class RankAlarm(Alarm):
+    """Answers faults as all ranks do, and says on which they began."""
+
+    def __init__(self, *args: Any) -> None:
+        """Make a process group for the purpose, on every rank."""
+        super().__init__(*args)
+        self.ranks = Ranks()
+
+    def sound(
+        self, kind: str, bad: Mapping[str, torch.Tensor], calls: Sequence[Call], update: Update | None, **known: Any
+    ) -> None:
+        """Answer a fault; one that no other rank can see is never left out, or the ranks' parameters would part ways."""
+        on_fault = OnFault.RAISE if kind == "buffer" and self.leaves_out else self._on_fault
+        with replaced(self, _on_fault=on_fault):
+            super().sound(kind, bad, calls, update, **known)
+
+    def _save(
+        self, incident: Incident, step: int, history: Sequence[Mapping[str, float]]
+    ) -> tuple[Path | None, str, Observed | None]:
+        if incident.seen.symptom.kind != "gradient":
+            path, problem, again = super()._save(incident, step, history)
+            return path, _joined(problem, f"on rank {self.ranks.mine}"), again
+        own = _RankIncident(incident.seen, incident.calls, incident.update, incident.scale, incident.base)
+        path, problem, again = super()._save(own, step, history)
+        found = Found.FAULT if again is not None else Found.NOTHING if problem == _FINITE else Found.UNKNOWN
+        words = self.ranks.exchange(Word(found, path))
+        guilty = [rank for rank, word in enumerate(words) if word.found is Found.FAULT]
+        silent = [rank for rank, word in enumerate(words) if word.found is Found.UNKNOWN]
+        if guilty and found is not Found.FAULT:
+            path, problem = words[guilty[0]].path, ""
+        if guilty:
+            problem = _joined(problem, f"{named(guilty)} failed first")
+        elif not silent:
+            problem = (
+                "the gradients of each rank come out finite when they are computed again; their sum may be what is not"
+            )
+        if silent:
+            problem = _joined(problem, f"{named(silent)} cannot tell")
+        return path, problem, again
+
+
+class _RankVigil(Vigil):
+    def _shows_unscaled(self) -> bool:
+        """Whether it does on any rank: all of them leave the same steps out."""
+        found = Found.FAULT if super()._shows_unscaled() else Found.NOTHING
+        assert isinstance(self.alarm, RankAlarm)
+        return any(word.found is Found.FAULT for word in self.alarm.ranks.exchange(Word(found)))
+
+
+class _LateRankVigil(_RankVigil, LateVigil):
+    pass
+
+
 class RankGuard(Guard):
-    """A `Guard` in one process of several that train together; it is used like one, on every rank.
+    """A `Guard` in one process of several that train together; every rank makes one, and uses it like any other.
 
         guard = RankGuard(model, optimizer)  # model is a DistributedDataParallel
         step = guard.watch(step)
@@ -68,20 +133,19 @@ class RankGuard(Guard):
     `NonFiniteStep` names the rank that failed first, and that rank's snapshot.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, directory: str | Path = "crashes", **options: Any
-    ) -> None:
+    _kinds = RankAlarm, _RankVigil, _LateRankVigil
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         """Hook into the optimizer, and make a process group: every rank has to make its guard.
 
         Args:
             model: The module that is trained, as the step gets it.
             optimizer: Its optimizer.
-            directory: Where snapshots go, each rank's in a folder of its own: `crashes/rank1/step_812.safetensors`.
             options: Further arguments of `Guard`.
         """
-        self._rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        super().__init__(_within(model), optimizer, directory=Path(directory) / f"rank{self._rank}", **options)
+        if dist.get_rank() > 0:
+            options.pop("healthy_file", None)  # the states of all ranks are alike but for buffers: one writes them
+        super().__init__(_within(model), optimizer, **options)
 
     def watch(self, step: Step) -> Step:
         """Return `step` under watch: same arguments, same result. A bad loss is told after its backward pass.
@@ -94,70 +158,17 @@ class RankGuard(Guard):
         def watched(model: Any, batch: Any) -> Any:
             results: list[Any] = []
 
-            def first(_: Any, batch: Any) -> Any:
+            def own(_: Any, batch: Any) -> Any:
+                if capturing.get():
+                    with replaced(DistributedDataParallel, forward=_alone), _Silence():  # type: ignore[no-untyped-call]
+                        return step(model, batch)
                 results.append(step(model, batch))
-                return _kept_back(results[0])
+                return _told_by_gradients(results[0])
 
-            def again(_: Any, batch: Any) -> Any:
-                with replaced(DistributedDataParallel, forward=_alone), _Silence():  # type: ignore[no-untyped-call]
-                    return step(model, batch)
-
-            super(RankGuard, self).watch(Rerun(first, again))(_within(model), batch)
+            super(RankGuard, self).watch(own)(_within(model), batch)
             return results[0]
 
         return watched
-
-    def _crash(self, kind: str, bad: Mapping[str, torch.Tensor], calls: Iterable[Call]) -> NoReturn:
-        try:
-            super()._crash(kind, bad, calls)
-        except NonFiniteStep as fault:
-            raise self._attributed(fault, spread=kind == "gradient") from None
-
-    def _attributed(self, fault: NonFiniteStep, *, spread: bool) -> NonFiniteStep:
-        """Return the fault with the ranks that it began on.
-
-        Args:
-            fault: As this rank's guard tells it.
-            spread: Whether all ranks see it, so that they can tell each other what they found.
-        """
-        if not spread:
-            return NonFiniteStep(fault.path, fault.symptom, _joined(fault.problem, f"on rank {self._rank}"))
-        mine = _Found.FAULT if not fault.problem else _Found.NOTHING if fault.path is not None else _Found.UNKNOWN
-        told = self._exchange(mine, "" if fault.path is None else str(fault.path))
-        guilty = [rank for rank, (found, _) in enumerate(told) if found is _Found.FAULT]
-        silent = [rank for rank, (found, _) in enumerate(told) if found is _Found.UNKNOWN]
-        path, said = fault.path, fault.problem
-        if guilty and mine is not _Found.FAULT:
-            if path is not None:
-                path.unlink()  # a finite step, of use to nobody
-            path, said = Path(told[guilty[0]][1]), ""
-        if guilty:
-            said = _joined(said, f"{_ranks(guilty)} failed first")
-        elif not silent:
-            said = "the gradients of every rank come out finite when they are computed again, so it may be their sum that is not"
-        if silent:
-            said = _joined(said, f"{_ranks(silent)} cannot tell")
-        return NonFiniteStep(path, fault.symptom, said)
-
-    def _exchange(self, found: _Found, path: str) -> list[tuple[_Found, str]]:
-        """Return what every rank has found, by rank, and its snapshot's path."""
-        word = torch.tensor(list(bytes([found]) + path.encode().ljust(_LONGEST_PATH, b"\0")), dtype=torch.uint8)
-        words = [torch.zeros_like(word) for _ in range(dist.get_world_size(self._group))]
-        try:
-            dist.all_gather(words, word, group=self._group)
-        except RuntimeError:  # gloo's, when time is up or a process has ended
-            words = [torch.zeros_like(word) for _ in words]
-            words[self._rank] = word
-        said = [bytes(word.tolist()) for word in words]
-        return [(_Found(data[0]), data[1:].rstrip(b"\0").decode()) for data in said]
-
-
-class _Found(enum.IntEnum):
-    """What a rank finds when it runs its own step again."""
-
-    UNKNOWN = 0
-    NOTHING = 1
-    FAULT = 2
 
 
 class _Silence(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -168,9 +179,9 @@ class _Silence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call, if it stays within this process."""
         if func.namespace in _COLLECTIVES:
-            got = f"the step talks to other processes ({func})"
+            got = f"the step talks to other processes ({func}), and cannot be run again on one of them"
             raise RecordingError(
-                got, "a step that one process can run again alone", "run it on one process, with this rank's batch"
+                got, "a step that stays within its process", "run this rank's batch in a single process"
             )
         return func(*args, **(kwargs or {}))
 
@@ -185,20 +196,19 @@ def _within(model: Any) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _kept_back(result: Any) -> Any:
-    """Return what a step returned, for the guard to look at: a bad loss only as something that spoils the gradients."""
-    with torch.no_grad():
-        if math.isfinite(float(scalar_loss(result))):
-            return result
+@torch.no_grad()
+def _told_by_gradients(result: Any) -> dict[str, Any]:
+    """Return what a step returned for the guard to look at: a bad loss shows only in the gradients, which it makes NaN."""
+    loss = scalar_loss(result).detach()
+    fine = loss.isfinite()
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.where(fine, gradient, torch.nan)
+
     for part in pytree.tree_leaves(result):
-        if isinstance(part, torch.Tensor) and part.requires_grad:
-            part.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]
-    return {"loss": torch.zeros(()), "result": result}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+        if isinstance(part, torch.Tensor) and part.requires_grad and part.numel() == 1:
+            part.register_hook(spoil)  # type: ignore[no-untyped-call]
+    return {"loss": torch.where(fine, loss, 0.0), "result": result}
 
 
 def _joined(*parts: str) -> str:

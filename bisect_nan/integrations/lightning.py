@@ -20,11 +20,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from bisect_nan.errors import RecordingError
-from bisect_nan.integrations.closures import evaluate_ahead
+from bisect_nan.integrations.closures import ClosureFirst
 from bisect_nan.integrations.distributed import guard_for
 from bisect_nan.integrations.replaced import replaced
-from bisect_nan.integrations.rerun import Rerun, watched_by
+from bisect_nan.loop.alarm import capturing
 from bisect_nan.loop.guard import Guard
+from bisect_nan.recording.capture import Step
 from bisect_nan.recording.state import Surroundings
 
 
@@ -53,8 +54,10 @@ class GuardCallback(lightning.Callback):
         """Arm the module and its optimizers, which are there by now."""
         self._close()
         for optimizer in trainer.optimizers:
-            self._undo.callback(optimizer.register_step_pre_hook(evaluate_ahead).remove)
-            guard = guard_for(pl_module, optimizer, **self._options)
+            closures = ClosureFirst(optimizer)
+            guard = guard_for(pl_module, optimizer, **_mates(trainer, optimizer), **self._options)
+            closures.follow()
+            self._undo.callback(closures.remove)
             self._undo.callback(guard.close)
             self._guards.append(guard)
         if pl_module.automatic_optimization:
@@ -94,19 +97,17 @@ class _Automatic:
         return replaced(self._module, training_step=functools.wraps(self._step)(functools.partial(self._training_step)))
 
     def _training_step(self, batch: Any, *rest: Any) -> Any:
-        results: list[Any] = []
+        left_out = False
 
-        def first(_: Any, batch: Any) -> Any:
-            results.append(self._step(batch, *rest))
-            # None means to Lightning that there is nothing to learn from this batch.
-            return torch.zeros(()) if results[0] is None else results[0]
+        def step(module: Any, batch: Any) -> Any:
+            nonlocal left_out
+            with replaced(module, log=_nothing) if capturing.get() else contextlib.nullcontext():
+                result = self._step(batch, *rest)
+            left_out = result is None  # nothing to learn from this batch
+            return torch.zeros(()) if left_out else result
 
-        def again(module: Any, batch: Any) -> Any:
-            with replaced(module, log=_nothing):
-                return self._step(batch, *rest)
-
-        watched_by(self._guards, Rerun(first, again))(self._module, batch)
-        return results[0]
+        result = _watched_by(self._guards, step)(self._module, batch)
+        return None if left_out else result
 
 
 @dataclass(slots=True)
@@ -149,9 +150,13 @@ class _Manual:
     def _manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         running = self._running
         if running is not None:
-            step = Rerun(lambda _, __: loss, functools.partial(self._again, running, running.losses))
+            number = running.losses
             running.losses += 1
-            watched_by(self._guards, step)(self._module, running.batch)
+
+            def step(module: Any, batch: Any) -> torch.Tensor:
+                return self._again(running, number, module, batch) if capturing.get() else loss
+
+            loss = _watched_by(self._guards, step)(self._module, running.batch)
         self._backward(loss, *args, **kwargs)
 
     def _again(self, running: _Running, number: int, module: Any, batch: Any) -> torch.Tensor:
@@ -180,6 +185,20 @@ class _Manual:
                 return reached.loss
         got = f"run again, training_step made {losses} calls of manual_backward, and {number + 1} before"
         raise RecordingError(got, "a step that does the same when it is run again")
+
+
+def _watched_by(guards: Iterable[Guard], step: Step) -> Step:
+    """Return a step under the watch of several guards, one for each optimizer."""
+    for guard in guards:
+        step = guard.watch(step)
+    return step
+
+
+def _mates(trainer: lightning.Trainer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the scaler and the schedule of an optimizer, as arguments of `Guard`."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    fitting = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+    return {"scaler": getattr(trainer.precision_plugin, "scaler", None), "scheduler": next(iter(fitting), None)}
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -1,41 +1,24 @@
-"""Arms a training loop: the first non-finite step is written to a crash snapshot, then raised.
-
-On a healthy step one number is read when the step returns (the loss), one before the update (the norm of the gradients), and two
-after it (of the parameters, and of optimizer state and buffers): a norm is finite exactly when all elements are.
-"""
+"""Arms a training loop: the first non-finite step is written to a crash snapshot, and then what was asked for happens."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import sys
-from collections import deque
-from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
-from bisect_nan import finite
-from bisect_nan.errors import BisectNanError, NonFiniteStep
-from bisect_nan.finding import Symptom
-from bisect_nan.loop.incident import Call, Incident, Update, free_path, shows_again
-from bisect_nan.loop.training import Key, Training
-from bisect_nan.norms import norms
-from bisect_nan.recording.capture import Observed, Step, scalar_loss
-from bisect_nan.recording.live import writes
-from bisect_nan.recording.state import Surroundings, buffers
-
-_HISTORY = 200
-"""Updates whose numbers are kept as evidence."""
-
-_capturing: ContextVar[bool] = ContextVar("_capturing", default=False)
-"""Whether a guard is running something again; all guards stand aside meanwhile."""
+from bisect_nan.errors import BisectNanError
+from bisect_nan.loop.alarm import Alarm
+from bisect_nan.loop.late import LateVigil
+from bisect_nan.loop.mistakes import Mistakes
+from bisect_nan.loop.recovery import OnFault, Recovery
+from bisect_nan.loop.shelf import Shelf
+from bisect_nan.loop.training import Training
+from bisect_nan.loop.vigil import Vigil
+from bisect_nan.recording.capture import Step
 
 
 class Guard:
@@ -43,8 +26,16 @@ class Guard:
 
     It looks at the loss when the watched step returns, at the gradients right before `optimizer.step()`, and at parameters,
     optimizer state and buffers right after. The first time that one of them is non-finite, the state before is put back, the
-    guilty part is run again under the recorder, its snapshot is written, and `NonFiniteStep` is raised with the path. Model,
-    optimizer, gradients, batch and random generators are then as they were before the step, so a loop that catches it can go on.
+    guilty part is run again under the recorder, and its snapshot is written. Then, as `on_fault` says:
+
+    - `"raise"`: `NonFiniteStep` with the path is raised. Model, optimizer, gradients, batch and random generators are as they
+      were before the step, so a loop that catches it can go on.
+    - `"skip"`: the step is left out: the watched step returns the loss as it was, whose backward pass does nothing, and the
+      update changes nothing. Of accumulated micro-batches only the bad one is left out.
+    - `"rollback"`: likewise; and when the steps after it are bad as well, the training returns to an earlier healthy state.
+    - `"warn"`: the training goes on with what is not finite.
+
+    The last three tell the fault through the logger `bisect_nan`; ten bad steps in a row raise all the same.
 
         guard = Guard(model, optimizer, directory="crashes")
         step = guard.watch(step)
@@ -59,37 +50,63 @@ class Guard:
 
         with Guard(model, optimizer) as guard: ...
 
-    Gradient accumulation, closures, schedulers, `GradScaler`, autocast around the call, evaluation through the watched step under
-    `torch.no_grad()` and several guards on one model need nothing special. An infinity that was there before the step (a mask
-    among the buffers) is no fault. A healthy training gives the same numbers as without a guard, bit by bit.
+    Gradient accumulation, closures, clipping, autocast around the call, evaluation through the watched step under
+    `torch.no_grad()`, compiled models and several guards on one model need nothing special. An infinity that was there before the
+    step (a mask among the buffers) is no fault. A healthy training gives the same numbers as without a guard, bit by bit.
 
-    The price is a copy of the buffers (and of gradients that the backward pass adds to) from the call to the update, and of
-    parameters, buffers and optimizer state while `optimizer.step()` runs; batches and gradients are copied where steps or updates
-    write to them. Of attributes that the step changes, containers are put back one level deep.
+    The price is one read of the gradients and of small buffers a step. Where the optimizer is not one whose update is known to
+    stay finite (see `assurance.py`), parameters and optimizer state are copied before and read after each update. Of attributes
+    that the step changes, containers are put back one level deep.
     """
 
+    _kinds: tuple[type[Alarm], type[Vigil], type[Vigil]] = Alarm, Vigil, LateVigil
+    """What answers faults, what watches, and what watches where numbers are read late."""
+
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, directory: str | Path = "crashes"
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        directory: str | Path = "crashes",
+        on_fault: str = "raise",
+        keep: int = 3,
+        history: int = 200,
+        healthy_every: int = 100,
+        healthy_file: str | Path | None = None,
+        deferred: bool = False,
     ) -> None:
-        """Hook into the optimizer.
+        """Hook into the optimizer, and into the scaler.
 
         Args:
             model: The module that is trained.
             optimizer: Its optimizer. For a second one, make a second guard and watch the step with both.
+            scaler: Its `GradScaler`. A step that it leaves out because of its scale is no fault; one that is bad without any
+                scale is, and so is a scale that has to fall further and further.
+            scheduler: Its learning rate schedule, which then does not move on for a step that is left out.
             directory: Where snapshots go, as `step_812.safetensors`; made when the first one is written.
+            on_fault: `"raise"`, `"skip"`, `"rollback"` or `"warn"`.
+            keep: How many snapshots this run may leave there; those of earlier runs make room.
+            history: Updates whose numbers go into a snapshot.
+            healthy_every: Updates from one healthy state to the next; kept in host memory for `"rollback"` and `deferred`.
+            healthy_file: Where to write each of them, too; `torch.load(path, weights_only=True)` opens it.
+            deferred: Whether to read the numbers of a step one step later, so that an accelerator is never waited for. A fault is
+                then told when its update is already made, and the training returns to the last healthy state.
+
+        Raises:
+            BisectNanError: An argument is not what it should be.
         """
-        self._training, self._directory = Training(model, optimizer), Path(directory)
-        self._numbers = itertools.count()
-        self._calls: list[Call] = []  # those whose gradients the next update uses
-        self._update: Update | None = None
-        self._known: set[Key] | None = None  # what is non-finite without being a fault; None: not looked yet
-        # Whether steps write to their batch, and updates to gradients, which are copied then; None: not known yet.
-        self._writes_batch: bool | None = None
-        self._writes_gradients: bool | None = None
-        self._steps, self._norm = 0, math.nan  # number of the step, and norm of the parameters before its update
-        self._history: deque[Mapping[str, float]] = deque(maxlen=_HISTORY)
-        hooks = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks = [hooks[0](self._before_update), hooks[1](self._after_update)]
+        _require(model, optimizer, on_fault, {"keep": keep, "history": history, "healthy_every": healthy_every})
+        training, mistakes, answer = Training(model, optimizer), Mistakes(), OnFault(on_fault)
+        keeps = deferred or answer is OnFault.ROLLBACK or healthy_file is not None
+        file = None if healthy_file is None else Path(healthy_file)
+        recovery = Recovery(training, scaler, scheduler, keeps=keeps, every=healthy_every, file=file)
+        alarm_kind, vigil, late_vigil = self._kinds
+        alarm = alarm_kind(training, Shelf(Path(directory), keep), recovery, mistakes, answer)
+        self._vigil = (late_vigil if deferred else vigil)(training, alarm, history)
+        if scaler is not None:
+            self._vigil.watch_scaler(scaler)
 
     def watch(self, step: Step) -> Step:
         """Return `step` under watch: same arguments, same result.
@@ -105,18 +122,7 @@ class Guard:
 
         @functools.wraps(step)
         def watched(model: Any, batch: Any) -> Any:
-            if self._stands_aside():
-                return step(model, batch)
-            call, before = self._begin(step, model, batch), _writes(_tensors(batch))
-            result = step(model, batch)
-            self._writes_batch = bool(self._writes_batch) or _writes(_tensors(batch)) != before
-            with torch.no_grad():
-                loss = scalar_loss(result).detach()
-            call.loss = float(loss)
-            if not math.isfinite(call.loss):
-                self._crash("loss", {"loss": loss}, [call])
-            self._keep_if_used(call, result)
-            return result
+            return self._vigil.call(step, model, batch)
 
         return watched
 
@@ -126,18 +132,11 @@ class Guard:
         Raises:
             NonFiniteStep: One of them is non-finite.
         """
-        self._forget_broken_update()
-        (norm,) = norms(self._training.gradients())
-        if self._calls and not math.isfinite(norm) and not self._was_scaled():
-            self._crash("gradient", self._training.bad_gradients(), self._calls)
-        self._inspect()
+        self._vigil.check()
 
     def close(self) -> None:
-        """Take the hooks out of the optimizer; what is watched is from now on called as if it were not."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._update = [], None
-        self._calls.clear()
+        """Take all hooks away; what is watched is from now on called as if it were not."""
+        self._vigil.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,167 +151,15 @@ class Guard:
         finally:
             self.close()
 
-    # --- a healthy step -----------------------------------------------------------------------------------------------
 
-    def _stands_aside(self) -> bool:
-        """Whether a call is not to be watched: after `close`, when run again, or when an optimizer tries out parameters."""
-        if not self._hooks or _capturing.get():
-            return True
-        self._forget_broken_update()
-        return self._update is not None and self._update.writes != _writes(self._training.parameters())
-
-    def _forget_broken_update(self) -> None:
-        if self._update is not None and not self._update.runs:
-            self._update = None
-
-    def _begin(self, step: Step, model: Any, batch: Any) -> Call:
-        """Remember the state before a call."""
-        if not self._training.gradients():
-            self._calls.clear()  # they were thrown away without an update
-        self._look_once()
-        contents = [*buffers(model), *([] if self._writes_batch is False else _tensors(batch))]
-        before = Surroundings(model, batch=batch, others=self._training.parameters(), contents=contents)
-        return Call(next(self._numbers), step, model, batch, before)
-
-    def _keep_if_used(self, call: Call, result: Any) -> None:
-        """Keep a call from its backward pass to the update; until then the graph of its loss holds it, and dies with it."""
-        waiting = [call]
-
-        def used(_: torch.Tensor) -> None:
-            if waiting and not self._calls:  # what is there now is added to, in place
-                call.before.copy(self._training.gradients())
-            self._calls += waiting
-            waiting.clear()
-
-        for part in _tensors(result):
-            if part.requires_grad and part.numel() == 1 and not part.is_leaf:
-                part.register_hook(used)  # type: ignore[no-untyped-call]
-
-    def _before_update(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget_broken_update()
-        if _capturing.get() or self._update is not None:
-            return  # run again, or called by a subclass through `super().step()`
-        gradients, parameters = self._training.gradients(), self._training.parameters()
-        (norm,) = norms(gradients)
-        if not math.isfinite(norm):
-            self._crash("gradient", self._training.bad_gradients(), self._calls)
-        self._look_once()
-        contents = [*parameters, *buffers(self._training.model), *self._training.state()]
-        contents += [] if self._writes_gradients is False else gradients
-        self._update = Update(
-            number=next(self._numbers),
-            frame=sys._getframe(1),
-            training=self._training,
-            args=args[1:],
-            kwargs=kwargs,
-            before=Surroundings(self._training.model, self._training.optimizer, contents=contents),
-            writes=_writes(parameters),
-            gradient_writes=_writes(gradients),
-            gradient_norm=norm,
-        )
-
-    def _after_update(self, _: torch.optim.Optimizer, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
-        update = self._update
-        if update is None or update.frame is not sys._getframe(1):
-            return
-        norm = self._inspect()
-        self._history.append(self._numbers_now())
-        self._norm = norm
-        self._writes_gradients = (
-            bool(self._writes_gradients) or _writes(self._training.gradients()) != update.gradient_writes
-        )
-        self._steps += 1
-        self._calls.clear()
-        self._update = None
-
-    def _numbers_now(self) -> dict[str, float]:
-        """Return the numbers of this step, as far as it has come."""
-        loss = sum(call.loss for call in self._calls) / len(self._calls) if self._calls else math.nan
-        gradients = math.nan if self._update is None else self._update.gradient_norm
-        numbers = {"step": self._steps, "loss": loss, "gradient_norm": gradients, "parameter_norm": self._norm}
-        return {name: number for name, number in numbers.items() if math.isfinite(number)}
-
-    def _inspect(self) -> float:
-        """Look at parameters, optimizer state and buffers, and return the norm of the parameters.
-
-        Raises:
-            NonFiniteStep: One of them became non-finite since the step began.
-        """
-        if self._known:
-            others = [t for key, t in self._training.named() if key not in self._known and key[0] != "parameter"]
-        else:
-            others = [*buffers(self._training.model), *self._training.state()]
-        norm, rest = norms(self._training.parameters(), others)
-        if math.isfinite(norm) and math.isfinite(rest):
-            return norm
-        bad = self._training.bad()
-        for kind in ("parameter", "optimizer", "buffer"):
-            new = {name: t for (k, name), t in bad.items() if k == kind and not self._was_bad((k, name), t)}
-            if new:
-                self._crash(kind, new, self._calls)
-        self._known = set(bad)
-        return norm
-
-    def _look_once(self) -> None:
-        """Find out what is non-finite before the first step (a mask, say), and how large the parameters are."""
-        if self._known is None:
-            self._known = set(self._training.bad())
-            (self._norm,) = norms(self._training.parameters())
-
-    def _was_bad(self, key: Key, tensor: torch.Tensor) -> bool:
-        """Whether it was non-finite before the step already: by its copy, or for a new tensor by its name."""
-        calls = sorted(self._calls, key=lambda call: call.number) if key[0] == "buffer" else []
-        places = [call.before for call in calls[:1]]
-        places += [] if self._update is None else [self._update.before]
-        copies = [copy for place in places if (copy := place.copy_of(tensor)) is not None]
-        return bool(finite.probe(copies[:1])) if copies else key in (self._known or ())
-
-    def _was_scaled(self) -> bool:
-        """Whether gradients that no update has used are a scaler's doing, which has left them out: without it they are finite."""
-        token = _capturing.set(True)
-        try:
-            return not shows_again(self._calls, self._training)
-        finally:
-            _capturing.reset(token)
-
-    # --- a step that came out bad -------------------------------------------------------------------------------------
-
-    def _crash(self, kind: str, bad: Mapping[str, torch.Tensor], calls: Iterable[Call]) -> NoReturn:
-        """Write the snapshot of the step that came out bad, put everything back as it was before, and raise.
-
-        Args:
-            kind: Kind of the symptom.
-            bad: The non-finite tensors of that kind, by name.
-            calls: The calls that may have made them.
-
-        Raises:
-            NonFiniteStep: Always.
-        """
-        first = next(iter(bad))
-        symptom = Symptom(kind, first, tuple(finite.labels(finite.kinds(bad[first]))), len(bad) - 1)
-        seen = Observed(symptom, tuple(bad), bad[first].detach().clone())
-        incident = Incident(seen, sorted(calls, key=lambda call: call.number), self._update)
-        path, problem = None, ""
-        token = _capturing.set(True)
-        try:
-            history = *self._history, self._numbers_now()
-            snapshot, problem = incident.capture(history=history, step_number=self._steps)
-            path = snapshot.save(free_path(self._directory, self._steps))
-        except Exception as error:  # noqa: BLE001  (whatever keeps it from being written, the fault itself has to be told)
-            problem = error.got if isinstance(error, BisectNanError) else f"{type(error).__name__}: {error}"
-        finally:
-            incident.take_back()
-            _capturing.reset(token)
-            if kind != "loss" or self._update is not None:
-                self._calls.clear()
-            self._update = None
-        raise NonFiniteStep(path, symptom, problem)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _writes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written to; torch does not count it for those made in inference mode."""
-    return [0 if tensor.is_inference() else writes(tensor) for tensor in tensors]
+def _require(model: object, optimizer: object, on_fault: str, counts: dict[str, int]) -> None:
+    if not isinstance(model, nn.Module):
+        raise BisectNanError(f"got {type(model).__name__} as the model", "a torch.nn.Module", "pass the model first")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        do = "pass the optimizer of this model"
+        raise BisectNanError(f"got {type(optimizer).__name__} as the optimizer", "a torch.optim.Optimizer", do)
+    if on_fault not in set(OnFault):
+        raise BisectNanError(f"got on_fault={on_fault!r}", " or ".join(OnFault), "choose one of them")
+    for name, count in counts.items():
+        if count < 1:
+            raise BisectNanError(f"got {name}={count}", "a positive number", f"leave {name} out for its default")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from bisect_nan.errors import RecordingError
+from bisect_nan.loop.healthy import HealthyState
 from bisect_nan.loop.modes import Modes
 from bisect_nan.loop.training import Training
-from bisect_nan.recording.capture import Observed, Step
+from bisect_nan.recording.capture import Observed, Step, scalar_loss
 from bisect_nan.recording.state import Surroundings, buffers
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -42,11 +43,12 @@ class Call:
     modes: Modes = field(default_factory=Modes)
     loss: float = math.nan
 
-    def again(self, **known: Any) -> Snapshot:
-        """Run it under the recorder, from the state before it."""
+    def again(self, scale: float = 1.0, **known: Any) -> Snapshot:
+        """Run it under the recorder, from the state before it, the loss multiplied with a scale as a `GradScaler` does."""
         self.before.restore()
         with self.modes.again():
-            return Snapshot.capture(self.model, self.batch, self.step, frontiers=False, **known)
+            step = self.step if scale == 1.0 else functools.partial(_scaled, self.step, scale)
+            return Snapshot.capture(self.model, self.batch, step, frontiers=False, **known)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,21 +61,25 @@ class Update:
         training: Whose it is.
         args: Its arguments: a closure, usually nothing.
         kwargs: Its keyword arguments.
-        before: The state before it.
+        before: The state before it; None where the update is known to be healthy.
         writes: How often the parameters had been written to.
         gradient_writes: How often the gradients had been written to.
         gradient_norm: Norm of the gradients.
+        scale: What a `GradScaler` multiplies losses with.
+        left_out: Whether it is to be undone.
     """
 
     number: int
     frame: FrameType
     training: Training
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    before: Surroundings
-    writes: list[int]
-    gradient_writes: list[int]
-    gradient_norm: float
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    before: Surroundings | None = None
+    writes: list[int] = field(default_factory=list)
+    gradient_writes: list[int] = field(default_factory=list)
+    gradient_norm: float = math.nan
+    scale: float = math.nan
+    left_out: bool = False
 
     @property
     def runs(self) -> bool:
@@ -85,6 +91,7 @@ class Update:
 
     def again(self, loss: float, **known: Any) -> Snapshot:
         """Run it under the recorder, from the state before it."""
+        assert self.before is not None
         self.before.restore()
         return Snapshot.capture_update(
             self.training.model, self.training.optimizer, loss, *self.args, **known, **self.kwargs
@@ -99,11 +106,15 @@ class Incident:
         seen: What.
         calls: The calls that may have made it, in their order.
         update: The update that runs, or None.
+        scale: What the loss was multiplied with.
+        base: A state to start from, where parameters have changed since the calls; None where they have not.
     """
 
     seen: Observed
     calls: Sequence[Call]
     update: Update | None
+    scale: float = 1.0
+    base: HealthyState | None = None
 
     def capture(self, **known: Any) -> tuple[Snapshot, str]:
         """Run again what may be at fault, the likeliest first, until a fault shows.
@@ -120,7 +131,9 @@ class Incident:
         """
         fitting = None
         for run in self._suspects():
-            if self.update is not None:
+            if self.base is not None:
+                self.base.restore()
+            if self.update is not None and self.update.before is not None:
                 self.update.before.restore()
             snapshot = run(**known)
             if snapshot.observed is not None:
@@ -142,8 +155,8 @@ class Incident:
             "optimizer",
         ):  # those calls that `optimizer.step` made, through a closure
             calls = [call for call in calls if update is not None and call.number > update.number]
-        yield from (call.again for call in reversed(calls))
-        if update is not None and self.seen.symptom.kind != "loss":
+        yield from (functools.partial(call.again, self.scale) for call in reversed(calls))
+        if update is not None and update.before is not None and self.seen.symptom.kind != "loss":
             loss = self.calls[-1].loss if self.calls else math.nan
             yield functools.partial(update.again, loss)
 
@@ -151,7 +164,14 @@ class Incident:
         """Put everything back to where it was before the first of the calls, or before the update where that came first."""
         moments: list[Call | Update] = [*self.calls[:1], *([] if self.update is None else [self.update])]
         for moment in sorted(moments, key=lambda moment: -moment.number):
-            moment.before.restore()
+            if moment.before is not None:
+                moment.before.restore()
+        if self.base is not None:
+            self.base.restore()
+
+
+def _scaled(step: Step, scale: float, model: Any, batch: Any) -> torch.Tensor:
+    return scalar_loss(step(model, batch)) * scale
 
 
 def shows_again(calls: Sequence[Call], training: Training) -> bool:
@@ -164,10 +184,3 @@ def shows_again(calls: Sequence[Call], training: Training) -> bool:
         return True
     finally:
         now.restore()
-
-
-def free_path(directory: Path, step: int) -> Path:
-    """Return a path that no file has yet: `step_812.safetensors`, `step_812_2.safetensors` ..."""
-    endings: Iterable[str] = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
-    paths = (directory / f"step_{step}{ending}.safetensors" for ending in endings)
-    return next(path for path in paths if not path.exists())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +69,13 @@ def _tensors(model: Any, batch: Any, optimizer: torch.optim.Optimizer | None) ->
 def writes(tensor: torch.Tensor) -> int:
     """Return how often a tensor has been written to."""
     return tensor._version  # noqa: SLF001  (described in torch's notes on autograd)
+
+
+def uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which writes to some tensors are not counted, since all that is written will be put back.
+
+    A graph that waits for its backward pass refuses it once a tensor that it has saved was written to.
+    """
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(counted)  # noqa: SLF001  (torch 2.9 to 2.13)
+    return context

@@ -87,15 +87,18 @@ class Surroundings:
         self._items.restore()
         with torch.no_grad():
             for tensor, saved in self._contents.values():
-                if not finite.same(
-                    tensor, saved
-                ):  # one that overlaps itself cannot be written to, not even by the step
+                # One that overlaps itself cannot be written to, not even by the step.
+                if not finite.same(tensor, saved.to(tensor.device)):
                     tensor.copy_(saved)
         self._generators.restore()
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
         """Remember the present elements of some tensors, too."""
-        self._contents |= {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
+        self.keep((tensor, tensor.detach().clone()) for tensor in tensors)
+
+    def keep(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Remember the elements of some tensors by copies that were made before; these may lie on another device."""
+        self._contents |= {id(tensor): (tensor, copy) for tensor, copy in copies}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the elements that a tensor had; None when it was not among the `contents`."""

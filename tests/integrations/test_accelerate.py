@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState  # noqa: E402  (after the check th
 from bisect_nan.integrations.accelerate import guard_for  # noqa: E402
 
 
-def train(data: list[Batch], *, guarded: bool = True, **options: Any) -> nn.Module:
+def train(data: list[Batch], *, guarded: bool = True, on_fault: str = "raise", **options: Any) -> nn.Module:
     """Train as accelerate's own examples do, and return the model."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, **options)
@@ -31,7 +31,7 @@ def train(data: list[Batch], *, guarded: bool = True, **options: Any) -> nn.Modu
         return loss_of(model(batch["x"]), batch)
 
     if guarded:
-        step = guard_for(accelerator, model, optimizer).watch(step)
+        step = guard_for(accelerator, model, optimizer, on_fault=on_fault).watch(step)
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(step(model, batch))
@@ -56,6 +56,14 @@ def test_the_line_is_found(options: str, kind: str) -> None:
     fault = raised(lambda: train(batches(4, kind, at=2), **OPTIONS[options]))
     assert blames(fault, kind)
     assert located(fault).culprit.samples == (2,)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_bad_step_is_left_out(options: str, kind: str) -> None:
+    """Under `skip` the training goes to its end, and stays finite."""
+    model = train(batches(4, kind, at=2), on_fault="skip", **OPTIONS[options])
+    assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -89,10 +89,10 @@ class Skipping(Module):
         return super().training_step(batch, batch_idx) if batch_idx % 2 else None
 
 
-def fit(module: Any, data: list[Batch], *, guarded: bool = True, **options: Any) -> Any:
+def fit(module: Any, data: list[Batch], *, guarded: bool = True, on_fault: str = "raise", **options: Any) -> Any:
     """Train, and return the trainer."""
     torch.manual_seed(0)
-    callbacks = [GuardCallback()] if guarded else []
+    callbacks = [GuardCallback(on_fault=on_fault)] if guarded else []
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", callbacks=callbacks, **quiet, **options)
     module.trainer_seen = trainer
@@ -152,9 +152,20 @@ def test_manual_optimization(faulty: str) -> None:
     assert module.calls == 3
 
 
-def test_a_scaler_leaves_gradients_out() -> None:
-    """Gradients beyond float16 that the scaler skips are no fault."""
-    assert fit(Module(), batches(4, "gradient", at=2), plugins=[scaled(1024.0)]).global_step == 8
+def test_a_scaler_looks_for_its_scale() -> None:
+    """Gradients beyond float16 that it leaves out are no fault; one that is bad without any scale is."""
+    assert fit(Module(), batches(4), plugins=[scaled(2.0**30)]).precision_plugin.scaler.get_scale() < 2.0**30
+    assert blames(raised(lambda: fit(Module(), batches(4, "gradient", at=2), plugins=[scaled(1024.0)])), "gradient")
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_bad_step_is_left_out(kind: str, options: str) -> None:
+    """Under `skip` the training goes to its end, and stays finite."""
+    module = Module()
+    trainer = fit(module, batches(4, kind, at=2), on_fault="skip", **OPTIONS[options]())
+    assert trainer.global_step == 8 // (trainer.accumulate_grad_batches)
+    assert all(value.isfinite().all() for value in module.net.state_dict().values())
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -37,7 +37,9 @@ def own_function(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
     return loss / (labels != IGNORED).sum()  # function
 
 
-def trainer(kind: Any, count: int, bad: int | None = None, *, guarded: bool = True, **options: Any) -> Any:
+def trainer(
+    kind: Any, count: int, bad: int | None = None, *, guarded: bool = True, on_fault: str = "raise", **options: Any
+) -> Any:
     """Return a trainer of a tiny language model, with rows of which one may have no labels."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=1, n_head=2)
@@ -54,7 +56,7 @@ def trainer(kind: Any, count: int, bad: int | None = None, *, guarded: bool = Tr
         arguments,
         train_dataset=rows,
         eval_dataset=rows[:2],
-        callbacks=[GuardCallback()] if guarded else [],
+        callbacks=[GuardCallback(on_fault=on_fault)] if guarded else [],
         **own,
     )
     made.remove_callback(transformers.PrinterCallback)
@@ -96,6 +98,16 @@ def test_a_healthy_training_is_the_same(way: str) -> None:
         states.append((made.model.state_dict(), [entry.get("loss") for entry in made.state.log_history]))
     assert all(torch.equal(states[0][0][name], states[1][0][name]) for name in states[0][0])
     assert states[0][1] == states[1][1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_step_is_left_out(way: str) -> None:
+    """Under `skip` the training goes to its end, and stays finite."""
+    kind, options, _ = WAYS[way]
+    made = trainer(kind, 8, 3, on_fault="skip", **options)
+    made.train()
+    assert made.state.global_step == made.state.max_steps
+    assert all(value.isfinite().all() for value in made.model.state_dict().values())
 
 
 def test_a_second_training() -> None:
