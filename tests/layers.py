@@ -8,7 +8,10 @@ _FOLDERS = (
     (
         "A recorded step",
         "recording",
-        "program traits generators binding lines calls values frontiers uninitialized applications recorder state standing setting capture live",
+        (
+            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder"
+            " holdings shown state setting capture live"
+        ),
     ),
     (
         "The crash file",
@@ -38,7 +41,10 @@ _FOLDERS = (
     (
         "The training loop",
         "loop",
-        "modes training copies sight mistakes healthy recovery shelf harmless journal incident scaler growth assurance alarm vigil late guard",
+        (
+            "modes training healthy incident sight mistakes recovery shelf harmless copies journal scaler growth assurance alarm"
+            " vigil late guard"
+        ),
     ),
     ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     ("Reports", "reports", "words terminal *"),

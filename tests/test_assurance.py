@@ -143,7 +143,7 @@ def test_bounds_stay_above_what_they_bound(
     bounds: Bounds | None = {PARAMETER: max(finite.largest(parameter.detach()) for parameter in training.parameters())}
     for _ in range(updates):
         backward(training, lambda: data.draw(numbers))
-        steepest = max(finite.largest(gradient) for gradient in training.gradients())
+        steepest = max(finite.largest(gradient) for gradient in training.gradients()) + 1e-18
         bounds = after(group, bounds, steepest, kinds, GROWTHS[type(training.optimizer)])
         if bounds is None:
             return

@@ -22,7 +22,6 @@ from bisect_nan.loop.training import Training
 from bisect_nan.recording.capture import Observed
 from bisect_nan.recording.live import uncounted
 from bisect_nan.recording.state import Surroundings, buffers
-from bisect_nan.snapshots.snapshot import Snapshot
 
 logger = logging.getLogger("bisect_nan")
 

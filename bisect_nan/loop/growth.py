@@ -69,6 +69,10 @@ class Range:
         """Return what is added to a divisor if it keeps it from being 0, else NaN."""
         return eps if eps >= self.smallest else math.nan
 
+    def rounded(self, bound: float) -> float:
+        """Return a bound of what a number may be after roundings; those next to 0 are no share of it."""
+        return bound * self.growth + self.smallest
+
     def holds(self, numbers: Iterable[float]) -> bool:
         """Whether all of some numbers are below the limit; NaN is not."""
         return all(abs(number) < self.limit for number in numbers)
@@ -136,7 +140,7 @@ def after(group: Group, before: Bounds, gradient: float, numbers: Range, growth:
         return None
     bounds, others = growth(group, before, gradient, numbers)
     rate, decay = group.size("lr"), group.size("weight_decay")
-    bounds = {name: bound * numbers.growth for name, bound in bounds.items()}
+    bounds = {name: numbers.rounded(bound) for name, bound in bounds.items()}
     if not numbers.holds((*bounds.values(), *others, gradient, rate, decay, rate * decay)):
         return None
     # Parameters without a gradient stay as they are.
@@ -147,8 +151,8 @@ def _decayed(group: Group, before: Bounds, gradient: float, numbers: Range) -> t
     """Return bounds of the gradients with the weight decay added, and of the parameters where it is taken from them instead."""
     decay, parameter = group.size("weight_decay"), before[PARAMETER]
     if group.settings.get("decoupled_weight_decay"):
-        return gradient, parameter * (1 + group.size("lr") * decay) * numbers.growth
-    return (gradient + decay * parameter) * numbers.growth, parameter
+        return gradient, numbers.rounded(parameter * (1 + group.size("lr") * decay))
+    return numbers.rounded(gradient + decay * parameter) if decay else gradient, parameter
 
 
 def _over_root(gradient: float, share: float, eps: float, numbers: Range) -> float:

@@ -17,6 +17,7 @@ from bisect_nan.loop.healthy import HealthyState
 from bisect_nan.loop.modes import Modes
 from bisect_nan.loop.training import Training
 from bisect_nan.recording.capture import Observed, Step, scalar_loss
+from bisect_nan.recording.live import counts
 from bisect_nan.recording.state import Surroundings, buffers
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -96,6 +97,22 @@ class Update:
         return Snapshot.capture_update(
             self.training.model, self.training.optimizer, loss, *self.args, **known, **self.kwargs
         )
+
+
+def copied_update(
+    training: Training,
+    number: int,
+    frame: FrameType,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    gradients: bool,
+) -> Update:
+    """Return an update with a copy of all that it can change; of the gradients only where asked for."""
+    parameters, given = training.parameters(), training.gradients()
+    contents = [*parameters, *buffers(training.model), *training.state(), *(given if gradients else ())]
+    before = Surroundings(training.model, training.optimizer, contents=contents)
+    return Update(number, frame, training, args, kwargs, before, counts(parameters), counts(given))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bisect_nan.loop.sight import Bad
 from bisect_nan.recording.live import writes
@@ -101,23 +102,23 @@ class Mistakes:
                 self.tell(Mistake.FRESH_SCALER)
 
 
-class BadCheckpoint:
-    """Looks at a model when its `state_dict` is asked for; copies and pickles of the model do not take the guard along."""
+def watch_saving(model: nn.Module, look: Callable[[], None]) -> Any:
+    """Call `look` whenever the `state_dict` of a model is asked for, and return a handle; copies of the model do not call it."""
+    return model.register_state_dict_pre_hook(_BeforeSaving(model, look))  # type: ignore[no-untyped-call]
 
-    def __init__(self, look: Any) -> None:
-        """Call `look(model)` at each `state_dict()`."""
-        self._look = look
 
-    def __call__(self, module: Any, *_: Any) -> None:
-        """Look at a model."""
-        self._look(module)
+class _BeforeSaving:
+    """A hook that copies and pickles of the model have as well, where it does nothing."""
 
-    def __deepcopy__(self, _: Any) -> BadCheckpoint:
-        return BadCheckpoint(_nothing)
+    def __init__(self, model: object = None, look: Callable[[], None] | None = None) -> None:
+        self._model, self._look = model, look
+
+    def __call__(self, model: object, *_: Any) -> None:
+        if self._look is not None and model is self._model:
+            self._look()
+
+    def __deepcopy__(self, _: Any) -> _BeforeSaving:
+        return _BeforeSaving()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BadCheckpoint, (_nothing,)
-
-
-def _nothing(_: Any) -> None:
-    """Look at nothing."""
+        return _BeforeSaving, ()

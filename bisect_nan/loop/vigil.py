@@ -21,17 +21,16 @@ from bisect_nan.loop.alarm import Alarm, capturing
 from bisect_nan.loop.assurance import Assurance
 from bisect_nan.loop.copies import Copies
 from bisect_nan.loop.harmless import LeftOut
-from bisect_nan.loop.incident import Call, Update, shows_again
+from bisect_nan.loop.incident import Call, Update, copied_update, shows_again
 from bisect_nan.loop.journal import Journal, finite_only, learning_rate
-from bisect_nan.loop.mistakes import BadCheckpoint, Mistake
+from bisect_nan.loop.mistakes import Mistake, watch_saving
 from bisect_nan.loop.scaler import ScalerWatch
 from bisect_nan.loop.sight import Sight
 from bisect_nan.loop.training import Training
 from bisect_nan.norms import norms
 from bisect_nan.recording.capture import Step, scalar_loss
-from bisect_nan.recording.live import writes
-from bisect_nan.recording.standing import Standing
-from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.recording.live import counts
+from bisect_nan.recording.state import Standing, buffers
 
 
 class Vigil:
@@ -51,7 +50,7 @@ class Vigil:
         self.steps, self.begun = 0, 0  # updates that were made, and that were begun
         self.scaling: ScalerWatch | None = None
         self._left = LeftOut(training)  # calls whose gradients it does not use
-        self._assurance, self._standing, self._copies = Assurance(training), Standing(training.model), Copies()
+        self._standing, self._copies = Standing(training.model), Copies()
         self._numbers = itertools.count()
         self._update: Update | None = None
         # Whether steps write to their batch, and updates to gradients, which are copied then; None: not known yet.
@@ -60,7 +59,8 @@ class Vigil:
         optimizer = training.optimizer
         hooks = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks: list[Any] = [hooks[0](self._before_update), hooks[1](self._after_update)]
-        self._hooks.append(training.model.register_state_dict_pre_hook(BadCheckpoint(self._before_saving)))
+        self._hooks.append(watch_saving(training.model, self._before_saving))
+        self._assurance = Assurance(training)
 
     def watch_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Hook into a `GradScaler` as well."""
@@ -82,9 +82,9 @@ class Vigil:
         if self._stands_aside():
             return step(model, batch)
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        call, before = self._begin(step, model, batch, tensors), _writes(tensors)
+        call, before = self._begin(step, model, batch, tensors), counts(tensors)
         result = step(model, batch)
-        self._writes_batch = bool(self._writes_batch) or _writes(tensors) != before
+        self._writes_batch = bool(self._writes_batch) or counts(tensors) != before
         with torch.no_grad():
             loss = scalar_loss(result).detach()
         if not self.is_fine(call, loss):
@@ -105,7 +105,7 @@ class Vigil:
             return True
         self._forget_broken_update()
         update = self._update
-        return update is not None and (update.left_out or update.writes != _writes(self.training.parameters()))
+        return update is not None and (update.left_out or update.writes != counts(self.training.parameters()))
 
     def _forget_broken_update(self) -> None:
         if self._update is not None and not self._update.runs:
@@ -159,7 +159,10 @@ class Vigil:
         if self.begun == 0:
             self.alarm.recovery.resumed(self.alarm.mistakes)
         self.begun += 1
-        frame, args = sys._getframe(1), args[1:]
+        frame = sys._getframe(1)
+        # Wrappers hand on the closure that they did not get: `optimizer.step(None)`.
+        args = tuple(arg for arg in args[1:] if arg is not None)
+        kwargs = {name: arg for name, arg in kwargs.items() if arg is not None}
         left, closes_over = self._left.some, bool(args or kwargs)  # a closure computes the gradients that count, later
         if left:
             self._left.settle()
@@ -195,14 +198,9 @@ class Vigil:
         return update
 
     def _careful_update(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Update:
-        training = self.training
-        parameters, gradients = training.parameters(), training.gradients()
         self.sight.first()
-        contents = [*parameters, *buffers(training.model), *training.state()]
-        contents += [] if self._writes_gradients is False else gradients
-        before = Surroundings(training.model, training.optimizer, contents=contents)
-        counts = _writes(parameters), _writes(gradients)
-        return Update(next(self._numbers), frame, training, args, kwargs, before, *counts)
+        gradients = self._writes_gradients is not False
+        return copied_update(self.training, next(self._numbers), frame, args, kwargs, gradients=gradients)
 
     def _left_out_update(self, frame: FrameType) -> Update:
         """Let the optimizer run on gradients of zeros; whatever that changes is put back after it."""
@@ -235,7 +233,7 @@ class Vigil:
             if bad := self.sight.look(self.calls, update):
                 self.sound(*bad, self.calls)
                 return
-            gradients = _writes(self.training.gradients())
+            gradients = counts(self.training.gradients())
             self._writes_gradients = bool(self._writes_gradients) or gradients != update.gradient_writes
         self.healthy(numbers)
 
@@ -296,8 +294,8 @@ class Vigil:
         finally:
             capturing.reset(token)
 
-    def _before_saving(self, model: Any) -> None:
-        if self._hooks and not capturing.get() and model is self.training.model:
+    def _before_saving(self) -> None:
+        if not capturing.get():
             self.alarm.mistakes.saving(self.sight.look((), None))
 
     def _loss(self) -> float:
@@ -314,8 +312,3 @@ class Vigil:
             "parameter_norm": self.sight.norm,
         }
         return finite_only(numbers | {"learning_rate": learning_rate(self.training.optimizer), "scale": scale})
-
-
-def _writes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written to; torch does not count it for those made in inference mode."""
-    return [0 if tensor.is_inference() else writes(tensor) for tensor in tensors]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bisect_nan.recording.program import GeneratorRef, tensors
+from bisect_nan.recording.unmoved import numpy_state, python_state
 
 Source = int | torch.device
 """What a call draws from: the generator that it was passed (`GeneratorRef.index`), else the default one of a device other than
@@ -133,9 +134,8 @@ class ProcessGenerators:
         """Remember the present states; NumPy's only where NumPy has been imported."""
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._python = python_state()
+        self._numpy = numpy_state()
 
     def restore(self) -> None:
         """Put the states back."""

@@ -71,11 +71,16 @@ def writes(tensor: torch.Tensor) -> int:
     return tensor._version  # noqa: SLF001  (described in torch's notes on autograd)
 
 
+def counts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each tensor has been written to; torch does not count it for those made in inference mode."""
+    return [0 if tensor.is_inference() else writes(tensor) for tensor in tensors]
+
+
 def uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Return a context in which writes to some tensors are not counted, since all that is written will be put back.
 
     A graph that waits for its backward pass refuses it once a tensor that it has saved was written to.
     """
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(counted)  # noqa: SLF001  (torch 2.9 to 2.13)
-    return context
+    context: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # noqa: SLF001  (torch 2.9 to 2.13)
+    return context(counted)  # type: ignore[no-any-return]

@@ -5,20 +5,17 @@ That is attributes, gradients, the batch, optimizer state, and where tensors lie
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan import finite
 from bisect_nan.recording.generators import ProcessGenerators, state_of
-
-_GENERATORS = ("Generator", "Random")
-"""How the names of classes of random generators begin; `state_of` looks closer."""
+from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, refill
+from bisect_nan.recording.shown import Shown
 
 
 class Surroundings:
@@ -38,6 +35,7 @@ class Surroundings:
         batch: Any = None,
         others: Iterable[torch.Tensor] = (),
         contents: Iterable[torch.Tensor] = (),
+        holdings: Holdings | None = None,
     ) -> None:
         """Remember the present state.
 
@@ -47,44 +45,27 @@ class Surroundings:
             batch: Any pytree of tensors and plain values.
             others: Further tensors to cover.
             contents: Tensors whose elements are copied, too.
+            holdings: What model and optimizer hold, where it is kept (see `Standing`); read anew without.
         """
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        tensors = [tensor for module in modules for tensor in [*_own(module, "_parameters"), *_own(module, "_buffers")]]
-        tensors += [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        tensors += others
-        tensors += [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-        self._items = _Items()
-        self._tensors = [_Shown(tensor, self._items) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
-        self._namespaces = [(module.__dict__, self._attributes(module.__dict__)) for module in modules]
-        self._items.add_nested(batch)
-        if optimizer is not None:
-            self._namespaces.append((optimizer.__dict__, self._attributes(optimizer.__dict__)))
-            self._items.add_nested(optimizer.param_groups)
-            self._items.add_nested(optimizer.state)
+        self._held = (Holdings(model, optimizer) if holdings is None else holdings).present()
+        more = [*others, *(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
+        known = self._held.tensors
+        self._shown = Shown([*known.values(), *(tensor for tensor in more if id(tensor) not in known)])
+        containers = [*self._held.loose, *nested(batch), *self._shown.hooks()]
+        self._items = [(container, copied(container)) for container in containers]
+        self._undo = [undo for item in self._held.generators if (undo := state_of(item)) is not None]
         self._contents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.copy(contents)
         self._generators = ProcessGenerators()
 
-    def _attributes(self, namespace: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's present attributes; the items of containers among them, and the state of generators, are kept."""
-        before = dict(namespace)
-        for value in before.values():
-            kind: Any = type(value)
-            if _holds_items(kind):
-                self._items.add(value)
-            elif kind.__name__.startswith(_GENERATORS) and (undo := state_of(value)) is not None:
-                self._items.undo.append(undo)
-        return before
-
     def restore(self) -> None:
         """Put everything back."""
-        for shown in self._tensors:
-            shown.restore()
-        for namespace, before in self._namespaces:
-            for key in [key for key in namespace if key not in before]:
-                del namespace[key]
-            namespace.update(before)
-        self._items.restore()
+        self._shown.restore()
+        self._held.restore()
+        for container, items in self._items:
+            refill(container, items)
+        for undo in self._undo:
+            undo()
         with torch.no_grad():
             for tensor, saved in self._contents.values():
                 # One that overlaps itself cannot be written to, not even by the step.
@@ -105,15 +86,34 @@ class Surroundings:
         return self._contents.get(id(tensor), (None, None))[1]
 
 
+class Standing:
+    """Remembers the surroundings of one training step after the other, and reads only what has changed since the last time.
+
+    It keeps what model and optimizer held then, but neither gradients nor batches.
+    """
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Choose what to remember, as for `Surroundings`.
+
+        Args:
+            model: The module to be trained; anything else has no covered attributes.
+            optimizer: Its optimizer, or None.
+        """
+        self._model, self._optimizer = model, optimizer
+        self._holdings = Holdings(model, optimizer)
+
+    def now(
+        self, *, batch: Any = None, others: Iterable[torch.Tensor] = (), contents: Iterable[torch.Tensor] = ()
+    ) -> Surroundings:
+        """Return what `Surroundings(model, optimizer, batch=batch, others=others, contents=contents)` would be now."""
+        model, optimizer, holdings = self._model, self._optimizer, self._holdings
+        return Surroundings(model, optimizer, batch=batch, others=others, contents=contents, holdings=holdings)
+
+
 def buffers(model: Any) -> list[torch.Tensor]:
     """Return the buffers of a model, in a third of the time that `model.buffers()` takes; one under two names twice."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [buffer for module in modules for buffer in _own(module, "_buffers")]
-
-
-def _own(module: nn.Module, kind: str) -> list[torch.Tensor]:
-    """Return the tensors of one module without its children."""
-    return [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
+    return [buffer for module in modules for buffer in own_tensors(module, "_buffers")]
 
 
 def named_parameters(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -154,111 +154,3 @@ def _named(path: str, items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, t
             yield f"{path}.{key}", value
         elif isinstance(value, list | tuple):
             yield from ((f"{path}.{key}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
-
-
-class _Items:
-    """Containers and what they hold.
-
-    A module has a dozen, most of them empty, and this is made before every step: nothing is allocated for an empty one, or the
-    garbage collector would take longer than all the rest.
-    """
-
-    def __init__(self) -> None:
-        self._empty: list[Any] = []
-        self._full: list[tuple[Any, Any]] = []
-        self.undo: list[Callable[[], object]] = []
-
-    def add(self, container: Any) -> None:
-        """Keep the items of a dictionary, list or set."""
-        if container:
-            self._full.append(
-                (container, dict(container) if isinstance(container, MutableMapping) else list(container))
-            )
-        else:
-            self._empty.append(container)
-
-    def add_nested(self, tree: Any) -> None:
-        """Keep the items of every container in a batch, or in an optimizer's state: a step may pop its labels."""
-        kind: Any = type(tree)
-        if _holds_items(kind):
-            self.add(tree)
-        if isinstance(tree, MutableMapping):
-            tree = tree.values()
-        elif not isinstance(tree, list | tuple):
-            return
-        for item in tree:
-            self.add_nested(item)
-
-    def restore(self) -> None:
-        """Give every container its items back, in place."""
-        for container in self._empty:
-            _refill(container, ())
-        for container, items in self._full:
-            _refill(container, items)
-        for undo in self.undo:
-            undo()
-
-
-def _refill(container: Any, items: Any) -> None:
-    if isinstance(container, MutableMapping):
-        container.clear()
-        container.update(items)
-    elif isinstance(container, MutableSet):
-        container.clear()
-        container |= set(items)
-    else:
-        while container:  # neither slices (deque) nor clear (array) are there for all
-            container.pop()
-        container.extend(items)
-
-
-@functools.cache
-def _holds_items(kind: type) -> bool:
-    return issubclass(kind, MutableMapping | MutableSequence | MutableSet)
-
-
-_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # torch 2.6 to 2.13
-
-
-class _Shown:
-    """What a tensor shows: its memory, its gradient, its hooks and whether it requires a gradient."""
-
-    __slots__ = "_data", "_gradient", "_hooks", "_leaf", "_needs_gradient", "_tensor"
-
-    def __init__(self, tensor: torch.Tensor, items: _Items) -> None:
-        self._tensor, self._data, self._leaf, self._needs_gradient = (
-            tensor,
-            tensor.data,
-            tensor.is_leaf,
-            tensor.requires_grad,
-        )
-        self._gradient = tensor.grad if self._leaf else None  # reading the gradient of another tensor warns
-        self._hooks = [getattr(tensor, name) for name in _HOOKS]
-        for hooks in self._hooks:
-            if hooks is not None:
-                items.add(hooks)
-
-    def restore(self) -> None:
-        """Let the tensor show it again."""
-        tensor = self._tensor
-        if self._leaf and not tensor.is_leaf:
-            tensor.detach_()  # the step wrote something into it that needs a gradient
-        if not _same_view(tensor, self._data):
-            tensor.data = self._data
-        for name, hooks in zip(_HOOKS, self._hooks, strict=True):
-            registered = getattr(tensor, name)
-            if registered is not hooks:
-                registered.clear()  # autograd goes on calling the old ones, whatever the attribute is set to
-                setattr(tensor, name, hooks)
-        if self._leaf:
-            if tensor.requires_grad is not self._needs_gradient:
-                tensor.requires_grad_(self._needs_gradient)
-            if tensor.grad is not self._gradient:
-                tensor.grad = self._gradient
-
-
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if is_lazy(one) or one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided:
-        return True  # nothing to compare; such tensors cannot be recorded anyway
-    geometry = one.shape, one.stride(), one.storage_offset(), one.dtype
-    return one.is_set_to(other) and geometry == (other.shape, other.stride(), other.storage_offset(), other.dtype)
