@@ -97,17 +97,17 @@ class _Automatic:
         return replaced(self._module, training_step=functools.wraps(self._step)(functools.partial(self._training_step)))
 
     def _training_step(self, batch: Any, *rest: Any) -> Any:
-        left_out = False
+        nothing = False
 
         def step(module: Any, batch: Any) -> Any:
-            nonlocal left_out
+            nonlocal nothing
             with replaced(module, log=_nothing) if capturing.get() else contextlib.nullcontext():
                 result = self._step(batch, *rest)
-            left_out = result is None  # nothing to learn from this batch
-            return torch.zeros(()) if left_out else result
+            nothing = result is None  # nothing to learn from this batch
+            return torch.zeros(()) if nothing else result
 
         result = _watched_by(self._guards, step)(self._module, batch)
-        return None if left_out else result
+        return None if nothing else result
 
 
 @dataclass(slots=True)

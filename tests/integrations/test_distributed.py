@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from faults import Net, batches, loss_of, raised
 from rank import SCENARIOS, WORLD
 
 from bisect_nan import Snapshot, Verdict, locate
+from bisect_nan.integrations.distributed import RankGuard
 
 HERE = Path(__file__).parent
 Outcomes = dict[str, list[dict[str, Any]]]
@@ -81,3 +85,28 @@ def test_a_rank_that_does_not_answer(outcomes: Outcomes) -> None:
 def test_a_healthy_training_is_the_same(outcomes: Outcomes) -> None:
     """With guards it gives the same numbers as without, bit by bit."""
     assert all(rank["same"] for rank in outcomes["healthy"])
+
+
+def test_what_one_rank_alone_sees_is_not_left_out(tmp_path: Path) -> None:
+    """A buffer that goes bad is known to its own rank only, so that one raises and does not part from the others."""
+
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total += x.detach().square().sum() * 1e38
+            return super().forward(x)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = Counting()
+        optimizer = torch.optim.Adam(model.parameters())
+        step = RankGuard(model, optimizer, directory=tmp_path, on_fault="skip").watch(
+            lambda model, batch: loss_of(model(batch["x"]), batch)
+        )
+        step(model, batches(1)[0]).backward()
+        assert "on rank 0" in str(raised(optimizer.step))
+    finally:
+        dist.destroy_process_group()
