@@ -8,34 +8,64 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bisect_nan.answer.driver import locate
+    from bisect_nan.checkpoints.answer import FirstBad
+    from bisect_nan.checkpoints.first import first_bad_checkpoint
     from bisect_nan.errors import (
         BisectNanError,
         NonFiniteStep,
+        NonFiniteValues,
         RecordingError,
         ReplayError,
         SnapshotError,
+        StressFailure,
         TargetError,
     )
     from bisect_nan.finding import Culprit, Finding, Phase, Verdict
     from bisect_nan.loop.guard import Guard
     from bisect_nan.loop.mistakes import LoopMistake
+    from bisect_nan.prevention.batch import FiniteCollate, check_batch
+    from bisect_nan.prevention.check import Check
+    from bisect_nan.prevention.headroom import Headroom, headroom
+    from bisect_nan.prevention.layers import LayerTable, layers
+    from bisect_nan.prevention.model import check_model
+    from bisect_nan.prevention.saving import save_checkpoint
+    from bisect_nan.prevention.smoke import SmokeTest, smoke_test
+    from bisect_nan.prevention.tensor import check_tensor
     from bisect_nan.snapshots.snapshot import Snapshot
+    from bisect_nan.stressing.search import stress
 
 __all__ = [
     "BisectNanError",
+    "Check",
     "Culprit",
     "Finding",
+    "FiniteCollate",
+    "FirstBad",
     "Guard",
+    "Headroom",
+    "LayerTable",
     "LoopMistake",
     "NonFiniteStep",
+    "NonFiniteValues",
     "Phase",
     "RecordingError",
     "ReplayError",
+    "SmokeTest",
     "Snapshot",
     "SnapshotError",
+    "StressFailure",
     "TargetError",
     "Verdict",
+    "check_batch",
+    "check_model",
+    "check_tensor",
+    "first_bad_checkpoint",
+    "headroom",
+    "layers",
     "locate",
+    "save_checkpoint",
+    "smoke_test",
+    "stress",
 ]
 
 _HOMES = {
@@ -43,6 +73,17 @@ _HOMES = {
     "Guard": "loop.guard",
     "LoopMistake": "loop.mistakes",
     "Snapshot": "snapshots.snapshot",
+    "stress": "stressing.search",
+    "Check": "prevention.check",
+    "check_model": "prevention.model",
+    "check_tensor": "prevention.tensor",
+    "save_checkpoint": "prevention.saving",
+    **dict.fromkeys(("FiniteCollate", "check_batch"), "prevention.batch"),
+    **dict.fromkeys(("SmokeTest", "smoke_test"), "prevention.smoke"),
+    **dict.fromkeys(("LayerTable", "layers"), "prevention.layers"),
+    **dict.fromkeys(("Headroom", "headroom"), "prevention.headroom"),
+    "FirstBad": "checkpoints.answer",
+    "first_bad_checkpoint": "checkpoints.first",
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bisect_nan.command import child
+from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
 from bisect_nan.command.meter import meter
@@ -40,8 +41,11 @@ _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells count it."""
 
 _STATUS = (
-    "Exit status: 0 clean · 1 located · 2 usage or unreadable file · 125 cannot tell (not reproduced, flaky, killed)"
+    "Exit status: 0 clean · 1 located · 2 usage or unreadable file"
+    " · 125 cannot tell (not reproduced, flaky, the case's own code raised, killed)"
 )
+
+app.command(epilog=_STATUS)(checkpoints)
 
 
 class Search(enum.StrEnum):
@@ -80,7 +84,7 @@ def run(
         typer.Argument(
             metavar="TARGET",
             show_default=False,
-            help="A crash snapshot (`*.safetensors`), a case file (`*.py`) or a `torch.save` dictionary of tensors.",
+            help="A crash snapshot (`*.safetensors`), a case file (`*.py`), saved tensors, or a checkpoint (file or folder).",
         ),
     ],
     *,
@@ -88,7 +92,10 @@ def run(
         str, typer.Option(metavar="MODULE:CALLABLE", help="Builds the model, for a target that holds only tensors.")
     ] = "",
     weights: Annotated[
-        str, typer.Option(metavar="FILE", help="State dict for that model (`torch.save` or safetensors).")
+        str, typer.Option(metavar="FILE", help="Weights for that model: a state dict, a checkpoint, or its folder.")
+    ] = "",
+    batch: Annotated[
+        str, typer.Option(metavar="FILE", help="The saved batch, for a target that holds only weights.")
     ] = "",
     loss: Annotated[
         str, typer.Option(metavar="MODULE:CALLABLE", help="Called as `loss(output, target)`, if the model does not.")
@@ -119,13 +126,15 @@ def run(
     - `bisect-nan run crash_step_812.pt --model net.py:build --weights last.pt --loss torch.nn.functional:mse_loss`
       puts a step together from saved tensors, a model and a loss.
 
-    - `git bisect run bisect-nan run crash.safetensors` works, too.
+    - `bisect-nan run checkpoint-500 --model net.py:build --batch batch.pt` does so from a checkpoint.
+
+    - `git bisect run bisect-nan run case.py` finds the commit that brought a fault.
     """
-    if not target.is_file():
+    if not target.exists():
         _refuse(
             BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path")
         )
-    if save and target.suffix == ".safetensors":
+    if save and target.suffix == ".safetensors" and not (model or loss):
         _refuse(
             BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
         )
@@ -135,6 +144,7 @@ def run(
             target=str(target),
             model=model,
             weights=weights,
+            batch=batch,
             loss=loss,
             device=device,
             search=search.value,

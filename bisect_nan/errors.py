@@ -6,8 +6,12 @@
     ├── RecordingError      a step that cannot be recorded
     ├── ReplayError         a recorded node that cannot be executed here
     ├── SnapshotError       a file that is not a usable crash snapshot
+    ├── FindingError        a dictionary that is not the JSON form of a finding
     ├── TargetError         a model, loss or case named on the command line that cannot be used
-    └── NonFiniteStep       raised by Guard into a training loop
+    │   └── CodeError       its own code raised
+    ├── NonFiniteValues     a batch, a model, a tensor or a checkpoint with NaN or Inf, found by a check
+    ├── NonFiniteStep       raised by Guard into a training loop
+    └── StressFailure       an input that stress found to make a loss non-finite
 
 Every message has three parts: what was got, what was expected, what to do.
 """
@@ -15,12 +19,14 @@ Every message has three parts: what was got, what was expected, what to do.
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from bisect_nan.finding import Symptom
+    from bisect_nan.finding import Finding, Symptom
+    from bisect_nan.prevention.check import Check
 
 
 class BisectNanError(Exception):
@@ -56,12 +62,33 @@ class ReplayError(BisectNanError):
         self.node = node
 
 
+class FindingError(BisectNanError, ValueError):
+    """A dictionary is not the JSON form of a finding that this release reads."""
+
+
 class SnapshotError(BisectNanError):
     """A file is no crash snapshot that this release can open (nothing of it was executed), or a snapshot cannot be saved or used."""
 
 
 class TargetError(BisectNanError):
     """A model, loss, weights file or case file that the user named cannot be used."""
+
+
+class CodeError(TargetError):
+    """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""
+
+
+class NonFiniteValues(BisectNanError):  # noqa: N818  (as NonFiniteStep)
+    """A check found NaN or Inf where finite numbers were asked for.
+
+    Attributes:
+        check: What it found; None where the error came out of a worker process of a `DataLoader`, which carries only its message.
+    """
+
+    def __init__(self, got: str, expected: str = "", do: str = "", *, check: Check | None = None) -> None:
+        """Keep the check beside the message."""
+        super().__init__(got, expected, do)
+        self.check = check
 
 
 class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it is the public name of the event)
@@ -92,3 +119,25 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
             got += f" ({problem})" if problem else ""
             do = f"bisect-nan run {shlex.quote(str(path))}"
         super().__init__(got, "finite numbers", do)
+
+
+class StressFailure(BisectNanError):  # noqa: N818  (as above)
+    """A legal input makes a loss or one of its gradients non-finite; the message is the report.
+
+    Attributes:
+        finding: What `locate` says about the smallest such input.
+        example: That input: the arguments of the function by name.
+        case: The file that `bisect-nan run` takes, or None when none was asked for.
+    """
+
+    def __init__(self, got: str, finding: Finding, example: Mapping[str, Any], case: Path | None) -> None:
+        """Build the message.
+
+        Args:
+            got: The input and its report.
+            finding: What was found.
+            example: The input.
+            case: The file with it.
+        """
+        self.finding, self.example, self.case = finding, example, case
+        super().__init__(got, do=f"bisect-nan run {shlex.quote(str(case))}" if case else "")

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bisect_nan.errors import FindingError
 from bisect_nan.finite import TensorSummary
+from bisect_nan.strict_json import plain
 
 VERSION = 1
 """Version of the JSON form; grows when a key changes its meaning."""
@@ -206,7 +208,7 @@ class SearchCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
     """The whole answer to "what made this step non-finite?".
 
     Attributes:
@@ -229,6 +231,10 @@ class Finding:
     loss: float | None = None
     notes: tuple[str, ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two findings have the same JSON form: numbers that are NaN are then equal, which they are not to Python."""
+        return self.to_dict() == other.to_dict() if isinstance(other, Finding) else NotImplemented
+
     @property
     def culprit(self) -> Culprit | None:
         """The earliest culprit, or None."""
@@ -240,13 +246,13 @@ class Finding:
             "version": VERSION,
             "verdict": self.verdict.name.lower(),
             "message": self.verdict.value,
-            "symptom": _plain(asdict(self.symptom)) if self.symptom else None,
+            "symptom": plain(asdict(self.symptom)) if self.symptom else None,
             "culprit": _culprit_dict(self.culprit) if self.culprit else None,
             "culprits": [_culprit_dict(culprit) for culprit in self.culprits],
-            "innocents": [_plain(asdict(innocent)) for innocent in self.innocents],
-            "search": _plain(asdict(self.search)),
+            "innocents": [plain(asdict(innocent)) for innocent in self.innocents],
+            "search": plain(asdict(self.search)),
             "environment": list(self.environment),
-            "loss": _plain(self.loss),
+            "loss": plain(self.loss),
             "notes": list(self.notes),
         }
 
@@ -255,11 +261,20 @@ class Finding:
         """Read the JSON form back.
 
         Raises:
-            ValueError: The dictionary has another version; use the release that wrote it.
+            FindingError: It is no such dictionary, or one of another version; use the release that wrote it.
         """
-        if data.get("version") != VERSION:
-            message = f"got a finding of version {data.get('version')!r}; this release reads version {VERSION}"
-            raise ValueError(message)
+        given: Any = data
+        form = f"the dictionary that Finding.to_dict() gives, version {VERSION}"
+        if not isinstance(given, Mapping) or given.get("version") != VERSION:
+            got = f"version {given.get('version')!r}" if isinstance(given, Mapping) else f"{given!r:.80}"
+            raise FindingError(f"got {got}", form, "read it with the release that wrote it")
+        try:
+            return cls._read(data)
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:
+            raise FindingError(f"lacks or garbles {problem}", form, "write it anew with --json") from problem
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Finding:
         symptom = data["symptom"]
         search = dict(data["search"])
         search["cuts"] = tuple((cut, answer) for cut, answer in search["cuts"])
@@ -275,25 +290,12 @@ class Finding:
         )
 
 
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists, enums into their values and non-finite floats into strings, which JSON lacks."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
-        return repr(value)
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
 def _culprit_dict(culprit: Culprit) -> dict[str, Any]:
-    data: dict[str, Any] = _plain(asdict(culprit))
+    data: dict[str, Any] = plain(asdict(culprit))
     source = data.pop("source") or {"file": None, "line": None, "function": None, "text": None}
     return {**data, **source}
 
@@ -312,8 +314,6 @@ def _read_culprit(data: Mapping[str, Any]) -> Culprit:
         fields[key] = tuple(data[key])
     fields["chain"] = tuple(Link(**{**item, "source": _read_source(item["source"])}) for item in data["chain"])
     if data["remedy"]:
-        remedy = data["remedy"]
-        fields["remedy"] = Remedy(
-            **{**remedy, "loss": _number(remedy["loss"]), "source": _read_source(remedy["source"])}
-        )
+        remedy = {**data["remedy"], "source": _read_source(data["remedy"]["source"])}
+        fields["remedy"] = Remedy(**{**remedy, "loss": _number(remedy["loss"])})
     return Culprit(**fields)

@@ -101,7 +101,7 @@ def mask(tensor: Tensor, which: NonFinite = NonFinite.ANY) -> Tensor:
     """
     tensor = _dense(tensor)
     values = _values(tensor)
-    if values is None:
+    if values is None or not _flags([tensor])[0] & (which | NonFinite.NAN):  # to look first takes a tenth of the time
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     bad = _where(values, which)
     return bad.any(-1) if tensor.is_complex() else bad

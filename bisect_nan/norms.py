@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ import torch
 from bisect_nan import finite
 
 _FULL = (torch.float32, torch.float64)
+_PLAIN = (*_FULL, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -24,28 +26,31 @@ def norms(*groups: Iterable[torch.Tensor]) -> list[float]:
         groups: Tensors of any shape, dtype, layout and device; integers count as nothing.
     """
     kept = [list(group) for group in groups]
-    totals = [total_norm(group) for group in kept]
-    home = next((total.device for total in totals if total.device.type != "cpu"), torch.device("cpu"))
-    found = torch.stack([total.to(home, torch.float64) for total in totals]).tolist()
+    values = [list(_values(group)) for group in kept]
+    parts = iter(_each([value for group in values for value in group]).tolist())
+    found = [math.hypot(*itertools.islice(parts, len(group))) for group in values]
     return [value if math.isfinite(value) else _carefully(group) for value, group in zip(found, kept, strict=True)]
 
 
 @torch.no_grad()
 def total_norm(group: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm over all elements of some tensors, as a scalar where they lie, without waiting for it.
-
-    Halves are summed in float32, where they cannot overflow so soon.
-    """
-    values = list(_values(group))
-    if not values:
-        return torch.zeros(())
-    full = [value for value in values if value.dtype in _FULL]
-    parts = [torch.linalg.vector_norm(value, dtype=torch.float32) for value in values if value.dtype not in _FULL]
-    if full:
-        parts.append(torch.nn.utils.get_total_norm(full))
-    home = parts[-1].device
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(home, torch.float64) for part in parts]))
+    """Return the 2-norm over all elements of some tensors, as a scalar where they lie, without waiting for it."""
+    total: torch.Tensor = torch.linalg.vector_norm(_each(list(_values(group))))
     return total
+
+
+def _each(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each of some strided tensors of real numbers, in one tensor of float64 where they lie."""
+    kinds = [(value.dtype, value.device) for value in values]
+    if len(set(kinds)) > 1:
+        parts = [_each([value]) for value in values]
+        home = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+        return torch.cat([part.to(home) for part in parts])
+    if not values:
+        return torch.zeros(0, dtype=torch.float64)
+    # Halves are summed in float32, where they cannot overflow so soon. torch 2.9 to 2.13: `_foreach_norm`.
+    dtype = None if values[0].dtype in _FULL else torch.float32
+    return torch.stack(torch._foreach_norm(values, 2, dtype)).to(torch.float64)  # noqa: SLF001
 
 
 def _carefully(group: list[torch.Tensor]) -> float:
@@ -60,15 +65,19 @@ def _carefully(group: list[torch.Tensor]) -> float:
 def _values(group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the elements of each tensor as a strided tensor of real numbers."""
     for tensor in group:
-        if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        values = tensor.detach()
-        if values.layout is torch.sparse_coo:
-            values = values.coalesce().values()
-        elif values.is_nested:
-            values = values.values()
-        elif values.layout is not torch.strided:
-            values = values.to_dense()
-        if values.is_complex():
-            values = torch.view_as_real(values.resolve_conj())
-        yield values.float() if values.itemsize == 1 else values
+        if tensor.dtype in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
+            yield tensor
+        elif not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
+            yield _plain(tensor.detach())
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    if values.layout is torch.sparse_coo:
+        values = values.coalesce().values()
+    elif values.is_nested:
+        values = values.values()
+    elif values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.float() if values.itemsize == 1 else values

@@ -6,9 +6,10 @@ ends in one `SnapshotError` that names the place.
 
 from __future__ import annotations
 
+import enum
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 from bisect_nan.errors import SnapshotError
@@ -103,6 +104,17 @@ def number(value: object, place: str) -> float:
 def plain_number(value: float) -> float | int | str:
     """Return the JSON form of a number."""
     return value if math.isfinite(value) else str(float(value))
+
+
+def plain(value: Any) -> Any:
+    """Return the JSON form of nested values: tuples as lists, enums as their values, non-finite numbers as texts."""
+    if isinstance(value, float):
+        return plain_number(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def items(value: object, place: str) -> list[Any]:

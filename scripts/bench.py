@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """How long an answer takes, in units of one eager training step, beside other ways to find the same operation.
 
-    python scripts/bench.py [--sizes small large] [--faults forward backward] [--repeats 5] [--threads 1]
+    python scripts/bench.py [--sizes small large] [--faults forward backward masked] [--masks] [--repeats 5] [--threads 1]
     python scripts/bench.py --guard [--repeats 200]
 
 Two transformers (12 layers of width 256; 6 layers of width 1024; batch 4 x 128) carry a fault in the layer three quarters up: a
-logarithm of zero in the forward pass, or a square root at zero that only the backward pass notices. Every row is measured in the
-same process, the rows in turn, and printed as the median of its ratio to the eager step (forward and backward) measured beside it.
-With --guard, healthy training steps with and without a guard take turns instead.
+logarithm of zero in the forward pass, or a square root at zero that only the backward pass notices. With `--masks` every layer
+masks the padding of its keys with -inf, which is meant; the fault `masked` is one query that sees no key, in that layer alone or,
+as `masked everywhere`, in each. Every row is measured in the same process, the rows in turn, and printed as the median of its ratio
+to the eager step (forward and backward) measured beside it.
+With `--guard`, healthy training steps with and without a guard take turns instead.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from bisect_nan import Snapshot, locate
 from bisect_nan.recording.capture import record
 
 SIZES = {"small": (12, 256), "large": (6, 1024)}
+FAULTS = ("forward", "backward", "masked", "masked everywhere")
 BATCH, TOKENS, VOCABULARY, HEADS = 4, 128, 512, 8
 
 
@@ -48,11 +51,21 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor, hole: torch.Tensor) -> torch.Tensor:
-        """Return x after attention and a feed-forward layer; `hole` (batch, tokens, 1) is 0 where the fault lies, else 1."""
+    def forward(self, x: torch.Tensor, hole: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Return x after attention and a feed-forward layer.
+
+        Args:
+            x: (batch, tokens, width).
+            hole: (batch, tokens, 1), 0 where the fault lies, else 1.
+            padding: bool (batch, 1, 1, tokens), the keys that are not looked at.
+        """
         batch, tokens, width = x.shape
         q, k, v = self.qkv(self.before(x)).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.mT / (width // HEADS) ** 0.5).softmax(-1)
+        scores = q @ k.mT / (width // HEADS) ** 0.5
+        if padding is not None:
+            hidden = padding | (hole == 0)[:, None] if self.fault == "masked" else padding
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
         x = x + self.down(F.gelu(self.up(self.between(x))))
         if self.fault == "forward":
@@ -68,20 +81,23 @@ class Transformer(nn.Module):
     def __init__(self, layers: int, width: int, fault: str) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, fault if i == layers * 3 // 4 else "") for i in range(layers))
+        everywhere, kind = fault.endswith("everywhere"), fault.removesuffix(" everywhere")
+        faults = [kind if everywhere or i == layers * 3 // 4 else "" for i in range(layers)]
+        self.blocks = nn.ModuleList(Block(width, own) for own in faults)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
-    def forward(self, ids: torch.Tensor, hole: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, hole: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Return the logits of ids (batch, tokens)."""
         x = self.words(ids)
         for block in self.blocks:
-            x = block(x, hole)
+            x = block(x, hole, padding)
         return self.head(self.norm(x))
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the loss of next-token prediction."""
-    return F.cross_entropy(model(batch["ids"], batch["hole"])[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+    logits = model(batch["ids"], batch["hole"], batch.get("padding"))
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
 
 def eager(model: nn.Module, batch: Any) -> None:
@@ -170,7 +186,7 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(size: str, fault: str, repeats: int) -> None:
+def measure(size: str, fault: str, repeats: int, *, masks: bool) -> None:
     """Print one table."""
     layers, width = SIZES[size]
     torch.manual_seed(0)
@@ -178,6 +194,9 @@ def measure(size: str, fault: str, repeats: int) -> None:
     hole = torch.ones(BATCH, TOKENS, 1)
     hole[2, 17] = 0.0
     batch = {"ids": torch.randint(0, VOCABULARY, (BATCH, TOKENS)), "hole": hole}
+    if masks or fault.startswith("masked"):
+        lengths = torch.linspace(TOKENS // 2, TOKENS, BATCH).long()
+        batch["padding"] = (torch.arange(TOKENS) >= lengths[:, None])[:, None, None, :]
     with tempfile.TemporaryDirectory() as folder:
         path = Snapshot.capture(model, batch, step).save(Path(folder) / "crash.safetensors")
         finding = locate(Snapshot.load(path))
@@ -204,7 +223,8 @@ def main() -> int:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--faults", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["forward", "backward"])
+    parser.add_argument("--masks", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--guard", action="store_true", help="what a guard costs a healthy training")
@@ -219,7 +239,7 @@ def main() -> int:
         return 0
     for size in options.sizes:
         for fault in options.faults:
-            measure(size, fault, options.repeats)
+            measure(size, fault, options.repeats, masks=options.masks)
     return 0
 
 

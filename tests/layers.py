@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors finite norms finding strict_json"),
+    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -21,7 +21,7 @@ _FOLDERS = (
     (
         "Running a step again",
         "replaying",
-        "dependence stretch bounds replay tracking differentiable stability neutral influence intent blame reproduce runner",
+        "dependence stretch bounds replay tracking differentiable stability neutral contraction influence intent blame reproduce runner",
     ),
     ("Who is to blame", "blaming", "trace hidden confirm samples inquest trend scaling"),
     (
@@ -38,6 +38,15 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
+    ("Reports", "reports", "words terminal *"),
+    (
+        "Before it fails",
+        "prevention",
+        "printed nested meant check model tensor batch saving smoke layers headroom",
+    ),
+    ("A folder of checkpoints", "checkpoints", "order reading answer first"),
+    ("Inputs that losses stumble over", "", "strategies"),
+    ("Stress", "stressing", "deriving trial casefile search"),
     (
         "The training loop",
         "loop",
@@ -47,8 +56,11 @@ _FOLDERS = (
         ),
     ),
     ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
-    ("Reports", "reports", "words terminal *"),
-    ("The command line", "command", "child user_code tensors targets worker crash inspection meter"),
+    (
+        "The command line",
+        "command",
+        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter checkpoints",
+    ),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

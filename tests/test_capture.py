@@ -351,6 +351,44 @@ def test_an_update_that_raises_leaves_no_trace() -> None:
     assert copy.deepcopy(optimizer.state_dict())["state"] == {}
 
 
+class Average(nn.Module):
+    """Keeps an average in a buffer: written to in place, or by another tensor in its stead."""
+
+    def __init__(self, *, in_place: bool, divisor: float) -> None:
+        super().__init__()
+        self.linear, self.in_place, self.divisor = nn.Linear(6, 6), in_place, divisor
+        self.register_buffer("average", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.average.div_(self.divisor)
+        else:
+            self.average = self.average / self.divisor
+        return self.linear(x).square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_goes_bad_is_a_symptom(in_place: bool) -> None:
+    """However it was written; the buffer itself is afterwards as it was."""
+    model = Average(in_place=in_place, divisor=0.0)
+    held = model.average
+    recording = record(model, torch.randn(5, 6), lambda m, b: m(b).mean())
+    assert recording.observed is not None
+    assert recording.observed.symptom.kind == "buffer"
+    assert recording.observed.symptom.name == "average"
+    assert model.average is held
+    assert held.tolist() == [1.0, 1.0]
+    assert record(Average(in_place=in_place, divisor=2.0), torch.randn(5, 6), lambda m, b: m(b).mean()).observed is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_was_bad_before_is_none(in_place: bool) -> None:
+    """What the step did not spoil is no symptom of it."""
+    model = Average(in_place=in_place, divisor=2.0)
+    model.average.fill_(math.inf)
+    assert record(model, torch.randn(5, 6), lambda m, b: m(b).mean()).observed is None
+
+
 def test_compiling_inside_the_step_is_left_out() -> None:
     """A step that compiles its model itself is recorded as if it had not."""
 

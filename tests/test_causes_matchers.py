@@ -476,3 +476,29 @@ def test_every_matcher_is_tried_both_ways() -> None:
     names = {cause.name for cause in CAUSES} - BY_SEARCH
     assert names - firing == {"norm_grad_at_zero", "std_grad_at_zero"}  # second derivatives: their examples fire
     assert names - silent == {"unclassified"}
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "told"),
+    [
+        (torch.ones(4, 6), torch.zeros(4, 1), "at 4 of 4 elements, first at [0, 0]"),
+        (torch.ones(4, 6), torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None], "at 2 of 4 elements, first at [1, 0]"),
+        (torch.ones(4, 6), torch.zeros(6), "at 6 of 6 elements, first at [0]"),
+        (torch.ones(2, 3), torch.zeros(2, 3), "at 6 of 6 elements, first at [0, 0]"),
+        (torch.ones(4, 6), torch.zeros(()), "is exactly 0;"),
+    ],
+)
+def test_a_divisor_is_counted_once(above: torch.Tensor, below: torch.Tensor, told: str) -> None:
+    """Its own elements, not those of the result that it is broadcast to."""
+    _, match = diagnose(run_one(torch.ops.aten.div.Tensor, above, below))
+    assert told in match.notes[0]
+
+
+def test_growth_is_told_in_order() -> None:
+    """The last numbers go up to the one that is named, beside how it compares to the steps before."""
+    history = [27.6, 30.0, 27.0, 26.0, 3.74, 51.5, 4e3]
+    _, match = diagnose(after(too_large(), parameter_norm=history))
+    assert (
+        match.notes[0]
+        == "the norm of all parameters grew to 4000, 147 times the median of the steps before; step by step 26, 3.74, 51.5, 4e+03"
+    )

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from calls import stretch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bisect_nan import Snapshot, finite
 from bisect_nan.blaming.confirm import NEUTRALS, Interventions
@@ -65,6 +67,32 @@ def test_the_earlier_of_two_is_the_root() -> None:
     assert inter.heals(both)
     (kept,) = inter.reduce(both)
     assert kept.node == both[1].node
+
+
+@given(harmless=st.lists(st.booleans(), min_size=1, max_size=20))
+@settings(max_examples=30)
+def test_those_are_kept_that_do_harm(harmless: list[bool]) -> None:
+    """Runs without some of the births go on from the run with all of them, and release what does no harm, wherever it stands."""
+
+    def step(_: None, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        for masked in harmless:
+            bad = (x * 1).log()
+            total = total + (torch.nan_to_num(bad, neginf=0.0) if masked else bad).sum()
+        return total
+
+    inter, program = court(step, torch.tensor([0.0, 2.0]))
+    made = [(n.index, n.outputs[0]) for n in program.nodes if n.target._schema.name == "aten::log"]
+    births = [
+        Birth(index, value, torch.tensor([True, False]), Origin.MADE) for index, value in made if value is not None
+    ]
+    guilty = [birth for birth, masked in zip(births, harmless, strict=True) if not masked]
+    assert inter.heals(births)
+    kept = inter.reduce(births)
+    if guilty and len(births) <= 16:
+        assert kept == guilty
+    else:  # all are on one line and stand together, and one is kept where none does harm
+        assert kept == births[: len(kept)]
 
 
 def test_only_own_elements_are_neutralised() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from bisect_nan import Finding, Phase, Snapshot, Verdict, locate
+from bisect_nan.errors import SnapshotError
 from bisect_nan.finding import SearchCost
 from bisect_nan.replaying.reproduce import Pass, walk
 
@@ -333,8 +334,16 @@ def test_the_generator_is_left_alone() -> None:
 
 
 def test_progress_is_told() -> None:
-    """Long work is announced: stage, how far, how far at most."""
+    """Long work is announced: stage, how far, how far at most; 0 where nobody knows."""
     told: list[tuple[str, int, int]] = []
     locate(failing(), progress=lambda *stage: told.append(stage))
-    assert told
-    assert all(0 < at <= most for _, at, most in told)
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["replay", "search", "confirm", "explain", "remedy"]
+    assert all(0 < at <= most for stage, at, most in told if stage == "replay")
+    assert [at for stage, at, _ in told if stage == "remedy"][:1] == [1]
+
+
+@pytest.mark.parametrize("given", ["crash.safetensors", None, {}])
+def test_only_snapshots_are_located(given: Any) -> None:
+    """A path, say, is refused with what to do."""
+    with pytest.raises(SnapshotError, match=r"expected: a Snapshot\ndo this: .*Snapshot\.load\(path\)"):
+        locate(given)

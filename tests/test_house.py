@@ -43,8 +43,14 @@ INTERNALS = {
     },
     # The parts of a sparse tensor; the public ones refuse uncoalesced ones.
     "finite": {"_indices", "_values"},
+    # The norms of many tensors in one call, which `torch.nn.utils.get_total_norm` wraps in five others.
+    "norms": {"_foreach_norm"},
     "blaming.confirm": {"_values"},
     "snapshots.storages": {"_indices", "_values", "_neg_view"},
+    # The fields of Python's named tuples.
+    "prevention.nested": {"_fields"},
+    # Whether the backward pass runs.
+    "prevention.layers": {"_C", "_current_autograd_node"},
     # How often a tensor was written to.
     "recording.live": {"_version", "_unsafe_preserve_version_counter"},
     # The hooks that run before an update.
@@ -148,19 +154,36 @@ def test_the_public_names() -> None:
     """The package offers these names, and each can be imported."""
     assert sorted(bisect_nan.__all__) == [
         "BisectNanError",
+        "Check",
         "Culprit",
         "Finding",
+        "FiniteCollate",
+        "FirstBad",
         "Guard",
+        "Headroom",
+        "LayerTable",
         "LoopMistake",
         "NonFiniteStep",
+        "NonFiniteValues",
         "Phase",
         "RecordingError",
         "ReplayError",
+        "SmokeTest",
         "Snapshot",
         "SnapshotError",
+        "StressFailure",
         "TargetError",
         "Verdict",
+        "check_batch",
+        "check_model",
+        "check_tensor",
+        "first_bad_checkpoint",
+        "headroom",
+        "layers",
         "locate",
+        "save_checkpoint",
+        "smoke_test",
+        "stress",
     ]
     assert all(hasattr(bisect_nan, name) for name in bisect_nan.__all__)
 

@@ -196,7 +196,10 @@ def test_weights_may_come_with_the_tensors() -> None:
     state = {"module.head.weight": torch.ones(2, 3), "module.head.bias": torch.zeros(2)}
     path = tensors(x=torch.ones(4, 3), y=torch.zeros(4, 2), model_state_dict=state)
     target = load_target(path, model="net.py:build", loss="net:loss")
-    assert target.notes == ("Used x, y, model_state_dict of crash_step_812.pt.", "Weights from model_state_dict.")
+    assert target.notes == (
+        "Used x, y, model_state_dict of crash_step_812.pt.",
+        "Weights from the key model_state_dict of crash_step_812.pt (`module.` taken off every name).",
+    )
     assert target.snapshot is not None
     assert locate(target.snapshot).verdict is Verdict.CLEAN
 
@@ -243,7 +246,7 @@ def test_model_may_return_the_loss() -> None:
         ({"model": "net:build", "loss": "net:vector"}, "got shape [4, 2] from net:vector"),
         ({"model": "net:build", "weights": "gone.pt"}, "got gone.pt, which is no file"),
         ({"model": "net:build", "weights": "net.py"}, "got net.py, which cannot be read"),
-        ({"model": "net:build", "weights": "other.pt"}, "do not fit the model: Missing key(s)"),
+        ({"model": "net:build", "weights": "other.pt"}, "do not fit the model: size mismatch for head.weight"),
         ({"model": "net:build", "device": "nonsense"}, "got --device nonsense"),
     ],
 )
@@ -257,9 +260,11 @@ def test_what_is_missing_is_said(options: dict[str, str], words: str) -> None:
 
 
 def test_keys_that_are_missing_are_named() -> None:
-    """A dictionary without an input, or without the target that a loss needs, is refused with the keys that would do."""
-    with pytest.raises(TargetError, match=r"got pixels in .*\nexpected: the input of the model, under one of input, "):
-        load_target(tensors(pixels=torch.ones(2)), model="net:build")
+    """A dictionary without one input, or without the target that a loss needs, is refused with the keys that would do."""
+    with pytest.raises(
+        TargetError, match=r"got pixels, depth in .*\nexpected: the input of the model, under one of input, "
+    ):
+        load_target(tensors(pixels=torch.ones(2), depth=torch.ones(2)), model="net:build")
     with pytest.raises(TargetError, match=r"got input in .*\nexpected: the target of the loss, under one of target, "):
         load_target(tensors(input=torch.ones(2)), model="net:build", loss="net:loss")
 
@@ -273,8 +278,8 @@ class Payload:
 
 
 def test_a_pickle_of_anything_else_is_not_executed() -> None:
-    """A file with more than tensors is refused, and nothing of it has run."""
-    with pytest.raises(TargetError, match="which cannot be read"):
+    """A file that would call something is refused, with what it names, and nothing of it has run."""
+    with pytest.raises(TargetError, match=r"which cannot be read: it holds objects of builtins.getattr, pathlib"):
         load_target(tensors(input=Payload()), model="net:build")
     assert not Path("executed").exists()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from bisect_nan.errors import FindingError
 from bisect_nan.finding import (
     Culprit,
     Finding,
@@ -201,6 +204,47 @@ def test_report_survives_its_json_form() -> None:
     """A finding that went through JSON is reported in the same words."""
     for finding in REPORTS.values():
         assert to_text(Finding.from_dict(finding.to_dict()), verbose=True) == to_text(finding, verbose=True)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1.0])
+def test_a_finding_equals_its_json_form(loss: float) -> None:
+    """Also where a number in it is NaN, which does not equal itself."""
+    for finding in REPORTS.values():
+        before = replace(finding, loss=loss)
+        assert Finding.from_dict(before.to_dict()) == before
+        assert Finding.from_dict(before.to_dict()) != replace(before, loss=2.0)
+        assert before != before.to_dict()
+
+
+@pytest.mark.parametrize(
+    "given", [[], "finding.json", {}, {"version": 2}, {"version": 1}, {"version": 1, "symptom": 3}]
+)
+def test_what_is_no_finding_is_refused(given: Any) -> None:
+    """With what was given, what was expected, and what to do."""
+    with pytest.raises(FindingError, match=r"expected: the dictionary that Finding\.to_dict\(\) gives.*\ndo this: "):
+        Finding.from_dict(given)
+
+
+def test_general_advice_makes_room_for_a_line_that_helps() -> None:
+    """What was executed and written down is not said once more in general; what could not be shown to help does not replace it."""
+    assert LOCATED.culprit is not None
+    remedy = Remedy("clamp", "keep it away", verified=True, code="x = y.clamp(min=1)", source=LOCATED.culprit.source)
+    for shown, found in ((remedy, False), (replace(remedy, verified=False), True), (None, True)):
+        culprit = replace(LOCATED.culprit, help="think of something", remedy=shown)
+        report = to_text(replace(LOCATED, culprits=(culprit,)))
+        assert ("help: think of something" in report) is found
+
+
+def test_one_bad_hyper_parameter_is_one_error() -> None:
+    """An update takes the rate in at several operations of one line."""
+    assert LOCATED.culprit is not None
+    culprits = [
+        replace(LOCATED.culprit, phase=Phase.OPTIMIZER, op=op, kernel=op, node=node)
+        for node, op in enumerate(("aten.mul.Tensor", "aten.addcdiv.default"))
+    ]
+    report = to_text(replace(LOCATED, culprits=tuple(culprits)))
+    assert report.count("error") == 1
+    assert "and so at 1 more node" in report
 
 
 def test_long_lines_stay_whole() -> None:

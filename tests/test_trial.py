@@ -117,6 +117,31 @@ def test_the_line_to_write_is_the_line_with_the_change() -> None:
     assert remedy.loss == pytest.approx(float(torch.tensor(1e-6).log()))
 
 
+def test_an_operand_is_named_though_its_line_cannot_be_changed_by_itself() -> None:
+    """Two such calls that one line makes stand in a loop: the sentence shows what has to be written instead."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        score = model(x).relu() * 0
+        return sum(torch.log(score + turn).mean() for turn in range(2))  # type: ignore[return-value]
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert not remedy.code
+    assert remedy.text.endswith(": (score + turn).clamp(min=1e-6)")
+
+
+def test_the_head_of_a_block_is_changed_as_well() -> None:
+    """A line that ends with a colon is half a statement, and shows its operand all the same."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        score = model(x).relu() * 0
+        for value in [torch.log(score).mean()]:
+            return value
+        return score.sum()
+
+    remedy = remedy_of(nn.Linear(3, 2), torch.ones(4, 3), step)
+    assert remedy.code == "for value in [torch.log(score.clamp(min=1e-6)).mean()]:"
+
+
 def test_a_number_of_python_is_kept_away_from_zero_as_one() -> None:
     """It has no methods of tensors."""
     scale = 0.0
@@ -358,6 +383,7 @@ def clamped_logarithm(y: torch.Tensor) -> torch.Tensor:
 UNSEEN: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "a Function that makes no value": lambda m, x: clamped_logarithm(Reversal.apply(m(x))),
     "a decision": lambda m, x: (y := (m(x) * 0).log()).mean() * (math.nan if bool(y.isinf().any()) else math.inf),
+    "a comparison": lambda m, x: (y := (m(x) * 0).log()).mean() * (math.nan if torch.equal(y, y + 1) else math.inf),
     "a backward pass of its own": lambda m, x: (m(x).sum().backward(), clamped_logarithm(m(x)))[1],  # type: ignore[no-untyped-call]
 }
 

@@ -24,7 +24,7 @@ from bisect_nan.answer.trial import Trial
 from bisect_nan.blaming.inquest import Inquest, without
 from bisect_nan.blaming.trace import Birth, Origin, Trail, execute, of
 from bisect_nan.causes.optimizer import LEARNING_RATE_EXPLOSION
-from bisect_nan.errors import ReplayError
+from bisect_nan.errors import ReplayError, SnapshotError
 from bisect_nan.finding import Culprit, Finding, Innocent, Phase, SearchCost, Verdict
 from bisect_nan.finite import NonFinite
 from bisect_nan.recording.program import Program
@@ -39,7 +39,7 @@ from bisect_nan.search import Answer, Bracket, Outcome
 from bisect_nan.snapshots.snapshot import Snapshot
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage, how far it is, and how far it goes."""
+"""Told the stage (`replay`, `search`, `confirm`, `explain`, `remedy`), how far it is, and how far it goes: 0 where nobody knows."""
 
 
 _ATTEMPTS = 3
@@ -66,11 +66,13 @@ def locate(
 
     Raises:
         ReplayError: A call of the program cannot be executed here.
-        SnapshotError: The captured tensors have been written to since.
+        SnapshotError: It is no snapshot, or the captured tensors have been written to since.
     """
+    if not isinstance(snapshot, Snapshot):
+        do = "open a crash file with Snapshot.load(path), or record a step with Snapshot.capture"  # type: ignore[unreachable]
+        raise SnapshotError(f"locate() got {snapshot!r:.80} ({type(snapshot).__name__})", "a Snapshot", do)
     if snapshot.observed is None:
-        cost = SearchCost(nodes=len(snapshot.program.nodes))
-        return Finding(Verdict.CLEAN, search=cost, loss=snapshot.loss)
+        return Finding(Verdict.CLEAN, search=SearchCost(nodes=len(snapshot.program.nodes)), loss=snapshot.loss)
     with own_generator(), snapshot.environment.applied():
         return _Case(snapshot, search, progress, careful, remedies).finding()
 
@@ -108,7 +110,8 @@ class _Case:
         reproduced, verdict = self._reproduce()
         if reproduced is None:
             return self._answer(verdict, [], [], None)
-        inquest = Inquest(self.stretch, reproduced, self.targets, self.intent, self.dependence)
+        told = self._counting("confirm")
+        inquest = Inquest(self.stretch, reproduced, self.targets, self.intent, self.dependence, told)
         births, innocents = self._culprits(reproduced, inquest)
         births = inquest.one_each(inquest.roots(births))
         self.replays += inquest.runs + inquest.court.runs
@@ -211,6 +214,7 @@ class _Case:
         clean = done.clean_before(self.first, kinds)
         if clean is None:
             return None
+        self.progress("search", 0, 0)
         later = [c.cut for c in done.checkpoints if c.cut > clean.cut]
         outcome, kept = self._bisect(clean, min([*later, self.first]), kinds, done.probe_seconds / done.probes)
         self._stop("search")
@@ -226,7 +230,7 @@ class _Case:
                 trail.explain(executed, number, mask)
         trail.follow(node)
         self.suspects = sorted(of(trail.births, Origin.MADE), key=lambda birth: birth.node)[:1]
-        guilty = inquest.judge(of(trail.births, Origin.MADE) or of(trail.births, Origin.TURNED))
+        guilty = inquest.judge(of(trail.births, Origin.MADE) or of(trail.births, Origin.TURNED), elsewhere=True)
         return None if guilty is None else (inquest.narrowed(guilty), without(trail.births, guilty))
 
     def _runaway(self, done: Pass) -> bool:
@@ -260,13 +264,13 @@ class _Case:
     ) -> Finding:
         culprits: tuple[Culprit, ...] = ()
         if done is not None and births:
-            examination = Examination(
-                self.snapshot, self.stretch, self.dependence, done, self.targets, changes=self.remedies
-            )
+            self.progress("explain", 0, 0)
+            looked = self.snapshot, self.stretch, self.dependence, done, self.targets
+            examination = Examination(*looked, changes=self.remedies)
             culprits = examination.culprits(births, innocents, edits)
             self._stop("explain")
             if self.remedies:
-                trial = Trial(self.snapshot, self.dependence, examination.sites)
+                trial = Trial(self.snapshot, self.dependence, examination.sites, self._counting("remedy"))
                 found = zip(culprits, trial.remedies(), strict=True)
                 culprits = tuple(replace(culprit, remedy=remedy) for culprit, remedy in found)
                 self._stop("remedy")
@@ -297,6 +301,9 @@ class _Case:
             return list(innocents)
         reached = self.dependence.descendants(birth.node for birth in births if birth.node >= 0)
         return [birth for birth in innocents if birth.origin is not Origin.TURNED or birth.node not in reached]
+
+    def _counting(self, stage: str) -> Callable[[int], None]:
+        return lambda count: self.progress(stage, count, 0)
 
     def _stop(self, stage: str) -> None:
         now = time.perf_counter()

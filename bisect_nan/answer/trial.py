@@ -16,7 +16,7 @@ from bisect_nan.norms import norms
 from bisect_nan.recording.program import named, substitute, tensors
 from bisect_nan.remedies import Proposal, Site, proposals
 from bisect_nan.remedies.alone import helps
-from bisect_nan.remedies.wording import line_to_write
+from bisect_nan.remedies.wording import in_words, line_to_write
 from bisect_nan.replaying.dependence import Dependence
 from bisect_nan.replaying.differentiable import Change, Rerun, Several, Types
 from bisect_nan.replaying.replay import Edit, Executed, Run
@@ -27,8 +27,8 @@ from bisect_nan.snapshots.snapshot import Snapshot
 EXECUTIONS = 2
 """Executions of the step that each culprit may cost."""
 
-_READ = "aten._local_scalar_dense.default"
-"""Hands a number to Python (`.item()`, `bool(tensor)`)."""
+_READS = {"aten._local_scalar_dense.default", "aten.equal.default"}
+"""Hand an answer to Python: `.item()` and `bool(tensor)`, `torch.equal`."""
 
 _CANDIDATES = 20
 """Proposals that are looked at for one culprit."""
@@ -56,14 +56,22 @@ class Trial:
         executions: Executions of the step so far.
     """
 
-    def __init__(self, snapshot: Snapshot, dependence: Dependence, sites: Sequence[Site]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        dependence: Dependence,
+        sites: Sequence[Site],
+        told: Callable[[int], None] | None = None,
+    ) -> None:
         """Prepare.
 
         Args:
             snapshot: The step.
             dependence: Of its program.
             sites: The culprits.
+            told: Told the number of each execution before it.
         """
+        self._told = told or (lambda _: None)
         self._snapshot, self._program, self._dependence, self._sites = snapshot, snapshot.program, dependence, sites
         self._tensors = snapshot.tensors()
         self._lines: dict[object, list[Site]] = {}  # by the line that a user would change: one change serves all
@@ -100,8 +108,9 @@ class Trial:
         text, code, source = line_to_write(site, proposal)
         lines = {_line(other) for other in self._sites if other.culprit.source == site.culprit.source}
         if code and len(lines) > 1:  # another change is one to the same line
-            text, code, source = f"{text}: {proposal.wrap.replace('{x}', 'x')}", "", None
-        together = "with the changes to all lines: " if len(self._lines) > 1 else ""
+            text, code, source = in_words(site, proposal), "", None
+        several = len({other.culprit.source for other in self._sites}) > 1
+        together = f"with {'the changes to all lines' if several else 'all changes'}: " if len(self._lines) > 1 else ""
         return Remedy(proposal.name, text, outcome.finite, outcome.loss, code, f"{together}{outcome.text}", source)
 
     # --- what is worth an execution -----------------------------------------------------------------------------------------
@@ -124,6 +133,7 @@ class Trial:
 
     def _execute(self, picked: Sequence[Proposal]) -> Outcome:
         self.executions += 1
+        self._told(self.executions)
         changes = {node: change for proposal in picked for node, change in proposal.changes.items()}
         careful = {node for proposal in picked if proposal.local and not proposal.moves for node in proposal.changes}
         placeholders = {**self._tensors, **{n: t for proposal in picked for n, t in proposal.placeholders.items()}}
@@ -200,7 +210,7 @@ class Trial:
         """Whether Python reads a number behind a changed call, and the program goes on."""
         program = self._program
         end = max(self._dependence.needed(program.targets.loss)) if program.targets.loss is not None else -1
-        read = {n.index for n in program.nodes[: max(end, 0)] if str(n.target) == _READ and n.phase is Phase.FORWARD}
+        read = {n.index for n in program.nodes[: max(end, 0)] if str(n.target) in _READS and n.phase is Phase.FORWARD}
         return bool(read) and not read.isdisjoint(self._dependence.descendants(changed))
 
     def _hooks(self) -> bool:

@@ -87,6 +87,7 @@ class Witness:
         """
         self._program, self._stretch, self._dependence = program, stretch, dependence
         self._checkpoints, self._edits = checkpoints, edits or {}
+        self._reached: Checkpoint | None = None  # of the latest run: most calls are asked for in their order
 
     def execute(self, node: Node) -> Executed:
         """Run one call again."""
@@ -107,9 +108,13 @@ class Witness:
         place = self._stretch.cut_after(node.index) - 1
         edits = {index: edit for index, edit in self._edits.items() if index < node.index}
         first = min([place, *(self._stretch.cut_after(index) - 1 for index in edits)])
-        run = Run(self._stretch, [c for c in self._checkpoints if c.cut <= first][-1], edits)
+        start = [c for c in self._checkpoints if c.cut <= first][-1]
+        if self._reached is not None and start.cut < self._reached.cut <= place:
+            start = self._reached
+        run = Run(self._stretch, start, edits)
         try:
             run.advance(place)
+            self._reached = run.checkpoint()
         except ReplayError:  # the recorded calls cannot follow the changed values
             run = Run(self._stretch, [c for c in self._checkpoints if c.cut <= place][-1])
             run.advance(place)

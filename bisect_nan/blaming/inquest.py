@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,7 +37,13 @@ class Inquest:
     """
 
     def __init__(
-        self, stretch: Stretch, done: Pass, targets: Sequence[int], intent: Intent, dependence: Dependence
+        self,
+        stretch: Stretch,
+        done: Pass,
+        targets: Sequence[int],
+        intent: Intent,
+        dependence: Dependence,
+        told: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare.
 
@@ -47,27 +53,31 @@ class Inquest:
             targets: Value numbers of the symptom.
             intent: Tells the infinities that were written on purpose.
             dependence: Of the whole program.
+            told: Told the number of each intervention before it.
         """
-        self._stretch, self._done, self._targets, self._intent, self._dependence = (
-            stretch,
-            done,
-            targets,
-            intent,
-            dependence,
-        )
-        self.court = Interventions(stretch, done.checkpoints, targets)
+        self._stretch, self._done, self._targets = stretch, done, targets
+        self._intent, self._dependence = intent, dependence
+        self.court = Interventions(stretch, done.checkpoints, targets, told)
         self.runs = 0
         self._in_vain: list[Sequence[Birth]] = []
         self._echoing: set[int] = set()
         self._late: set[tuple[int, int]] = set()
 
-    def judge(self, suspects: Sequence[Birth]) -> list[Birth] | None:
-        """Let interventions decide which of the suspects make the symptom; None when they do not, even all together."""
+    def judge(self, suspects: Sequence[Birth], *, elsewhere: bool = False) -> list[Birth] | None:
+        """Let interventions decide which of the suspects make the symptom; None when they do not, even all together.
+
+        Args:
+            suspects: Births.
+            elsewhere: Whether later calls of the same kernels are suspected as well when these are not enough: layer after layer
+                makes the same fault.
+        """
         if not suspects or any(_alike(suspects, others) for others in self._in_vain):
             return None
-        if not self.court.heals(suspects):
+        if not self.court.heals(suspects, (lambda: self._later(suspects, anywhere=True)) if elsewhere else tuple):
             self._in_vain.append(suspects)
             return None
+        known = {(birth.node, birth.value) for birth in suspects}
+        self._late |= {place for birth in self.court.own if (place := (birth.node, birth.value)) not in known}
         self.court.reduce(self.court.own)
         return self.court.own
 
@@ -177,21 +187,27 @@ class Inquest:
         before = {site(program, birth) for birth in known}
         if not fresh or any(birth.node < 0 or site(program, birth) not in before for birth in fresh):
             return []
-        found = []
-        for birth in fresh:
-            outputs = program.nodes[birth.node].outputs
-            if birth.value not in outputs:
-                continue
-            place = outputs.index(birth.value)
-            for node in self._stretch.nodes:
-                value = node.outputs[place] if place < len(node.outputs) else None
-                if node.index > birth.node and value is not None:
-                    whole = torch.ones(program.values[value].shape, dtype=torch.bool)
-                    echo = Birth(node.index, value, whole, birth.origin)
-                    if site(program, echo) == site(program, birth):
-                        found.append(echo)
+        found = self._later(fresh)
         self._echoing |= {birth.node for birth in found}
         return found
+
+    def _later(self, births: Sequence[Birth], *, anywhere: bool = False) -> list[Birth]:
+        """Return births of all elements at the later calls of the same code, or at those of the same kernel anywhere."""
+        program, found = self._stretch.program, dict[tuple[int, int], Birth]()
+        for birth in births:
+            made = program.nodes[birth.node] if birth.node >= 0 else None
+            if made is None or birth.value not in made.outputs:
+                continue
+            place, code = made.outputs.index(birth.value), None if anywhere else site(program, birth)
+            for node in self._stretch.nodes:
+                value = node.outputs[place] if place < len(node.outputs) else None
+                if node.index <= birth.node or value is None or node.target is not made.target:
+                    continue
+                whole = torch.ones(program.values[value].shape, dtype=torch.bool)
+                echo = Birth(node.index, value, whole, birth.origin)
+                if anywhere or site(program, echo) == code:
+                    found[node.index, value] = echo
+        return list(found.values())
 
     def _without(self, births: Sequence[Birth]) -> Trail:
         """Follow the symptom back in a run in which births are neutralised.
@@ -199,8 +215,11 @@ class Inquest:
         Raises:
             ReplayError: The recorded calls cannot follow the changed values.
         """
-        edits, state = self.court.edits(births), self.court.state(births)
         start, end = self._done.checkpoints[0], len(self._stretch)
+        if not births:
+            self._done.run.advance(end)
+            return self._follow(self._done)
+        edits, state = self.court.edits(births), self.court.state(births)
         self.runs += 1
         return self._follow(walk(self._stretch, start, end, edits=edits, state=state), edits)
 
@@ -216,9 +235,11 @@ class Inquest:
         plain, settled = Census(self._stretch, self._done.checkpoints, self._intent, self._dependence), False
         while not settled:
             settled = True
-            for birth in self._first_of_each_site(births):
+            made = [birth for birth in self._first_of_each_site(births) if birth.origin is Origin.MADE]
+            late = self._census(births) if any((b.node, b.value) in self._late for b in made) else None
+            for birth in made:
                 others = without(births, [birth])
-                census = self._census(others) or plain if (birth.node, birth.value) in self._late else plain
+                census = late or plain if (birth.node, birth.value) in self._late else plain
                 behind = [other for other in census.behind(birth) if not is_known(other, births)]
                 if behind and self.court.heals([*others, *behind]):
                     births, settled = _joined(self.court.reduce([*others, *behind])), False

@@ -17,6 +17,7 @@ from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.recording.program import NO_STORAGE, Placeholder, Program
 from bisect_nan.replaying.blame import responsible, split
+from bisect_nan.replaying.contraction import some
 from bisect_nan.replaying.influence import influence
 from bisect_nan.replaying.intent import Intent
 from bisect_nan.replaying.replay import Edit, Executed, Run
@@ -83,7 +84,7 @@ class Marks:
 
     def add(self, number: int, mask: torch.Tensor) -> None:
         """Mark elements of a value."""
-        if not bool(mask.any()):
+        if not some(mask):
             return
         memory, units = self._program.memory(number), self._units(number, mask.cpu())
         bits = self._bits.get(memory)
@@ -108,9 +109,9 @@ class Marks:
         for dim, step in enumerate(steps):  # an expanded dimension repeats itself, and cannot be written to
             shown = shown.narrow(dim, 0, 1) if step == 0 and shown.shape[dim] else shown
         shown.zero_()
-        if not bool(bits.any()):
+        if not some(bits):
             del self._bits[memory]
-        return found if bool(found.any()) else None
+        return found if some(found) else None
 
     def _units(self, number: int, mask: torch.Tensor) -> torch.Tensor:
         """The places in memory of the elements `mask`: one row per element, one column per unit; views may overlap themselves."""
@@ -187,21 +188,22 @@ class Trail:
         """Sort the bad elements `mask` of a value that the call made: births are noted, the inputs of links marked."""
         parts, node = split(executed, number, mask), executed.node
         written = torch.zeros_like(mask)
-        if parts.born.any() and self._intent.wrote(executed):
+        if some(parts.born) and self._intent.wrote(executed):
             written = parts.born & finite.mask(executed.content[number], NonFinite.INF)
         found = {Origin.WRITTEN: written, Origin.MADE: parts.born & ~written, Origin.TURNED: parts.converted}
-        self.births += [Birth(node.index, number, marked, origin) for origin, marked in found.items() if marked.any()]
-        if parts.inherited.any():
-            if _folds(executed, number, parts.inherited):
+        self.births += [Birth(node.index, number, marked, origin) for origin, marked in found.items() if some(marked)]
+        if some(parts.inherited):
+            if self._only_written() and _folds(executed, number, parts.inherited):
                 self._reductions.append(Birth(node.index, number, parts.inherited, Origin.ADMITTED))
             for argument, marked in responsible(executed, number, parts.inherited).items():
                 self.marks.add(argument, marked)
 
     def admissions(self) -> list[Birth]:
         """Return the first reduction on the way that took in an intended infinity, when nothing but those was found."""
-        if any(birth.origin is not Origin.WRITTEN for birth in self.births):
-            return []
-        return self._reductions[-1:]
+        return self._reductions[-1:] if self._only_written() else []
+
+    def _only_written(self) -> bool:
+        return all(birth.origin is Origin.WRITTEN for birth in self.births)
 
     def _waiting(self) -> set[int]:
         """The memories that hold something to be explained."""
@@ -213,7 +215,7 @@ class Trail:
                 continue  # a view: whoever wrote the memory is asked
             mask = self.marks.take(number)
             mask = None if mask is None else mask.to(made.device) & finite.mask(made)
-            if mask is not None and mask.any():
+            if mask is not None and some(mask):
                 self.explain(executed, number, mask)
 
 

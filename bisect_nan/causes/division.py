@@ -72,9 +72,11 @@ def _no_spread(evidence: Evidence) -> Match | None:
     kind = _measured(evidence, parts)
     # A vector of zeros over its own norm is 0/0 in the first place; a deviation of 0 says that all values are the same.
     if kind == "deviation":
-        return Match(0.95, (f"the divisor is a deviation that is exactly 0{where(evidence, both | rest)}",))
+        return Match(
+            0.95, (f"the divisor is a deviation that is exactly 0{where(evidence, both | rest, parts.divisor)}",)
+        )
     if kind == "norm" and enough(rest):
-        return Match(0.9, (f"the divisor is a norm that is exactly 0{where(evidence, rest)}",))
+        return Match(0.9, (f"the divisor is a norm that is exactly 0{where(evidence, rest, parts.divisor)}",))
     return None
 
 
@@ -93,7 +95,7 @@ def _something_over_nothing(evidence: Evidence) -> Match | None:
     if found is None or not enough(found[2]):
         return None
     parts, _, rest = found
-    note = f"the divisor{_origin(evidence, parts)} is exactly 0{where(evidence, rest)}"
+    note = f"the divisor{_origin(evidence, parts)} is exactly 0{where(evidence, rest, parts.divisor)}"
     return Match(0.95, (f"{note}; the numerator there is {first(parts.numerator, rest)}",))
 
 

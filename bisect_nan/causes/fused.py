@@ -7,6 +7,7 @@ kernel did, nothing is said. Kernels for half precision compute in float32 and r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,9 +35,10 @@ def _softmax(scores: torch.Tensor, dim: int, *, log: bool = False) -> Steps:
     yield "row maximum", top
     shifted = scores - top
     yield "score - row maximum", shifted
-    total = shifted.exp().sum(dim, keepdim=True)
+    raised = shifted.exp()
+    total = raised.sum(dim, keepdim=True)
     yield "sum of exp(score - row maximum)", total
-    yield ("log-softmax", shifted - total.log()) if log else ("softmax", shifted.exp() / total)
+    yield ("log-softmax", shifted - total.log()) if log else ("softmax", raised / total)
 
 
 def _attention(a: Mapping[str, Any]) -> Steps:
@@ -210,7 +212,7 @@ def inner_step(evidence: Evidence) -> tuple[str, ...]:
 
 def _told(evidence: Evidence, formula: Callable[[Mapping[str, Any]], Steps]) -> tuple[str, ...]:
     narrow = torch.promote_types(evidence.result.dtype, torch.float32)
-    steps, wide = (list(formula(_arguments(evidence, dtype))) for dtype in (narrow, torch.float64))
+    steps = list(formula(_arguments(evidence, narrow)))
     values = [_blamed(evidence, step) for _, step in steps]
     bad = [(value.isnan() if _hides(evidence) else ~value.isfinite()) & seen for value, seen in values]
     place = next((place for place, found in enumerate(bad) if bool(found.any())), None)
@@ -223,7 +225,8 @@ def _told(evidence: Evidence, formula: Callable[[Mapping[str, Any]], Steps]) -> 
         before = values[place - 1][0]
         there = before[bad[place]] if before.shape == bad[place].shape else before.flatten()
         note += f" where `{steps[place - 1][0]}` is {show(there[0])}"
-    again = _blamed(evidence, wide[place][1])[0][bad[place]]
+    wide = formula(_arguments(evidence, torch.float64))
+    again = _blamed(evidence, next(itertools.islice(wide, place, None))[1])[0][bad[place]]
     whole = again[again.isfinite()]
     return (f"{note}; in float64 it is {show(whole[0])}" if len(whole) else f"{note}; float64 changes nothing",)
 

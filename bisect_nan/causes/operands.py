@@ -206,17 +206,27 @@ def written_by(evidence: Evidence) -> tuple[str, ...]:
     return (f"the infinities among the inputs were written by {' and '.join(lines[:3])} and are intended",)
 
 
-def where(evidence: Evidence, condition: torch.Tensor | None = None) -> str:
+def where(evidence: Evidence, condition: torch.Tensor | None = None, name: str = "") -> str:
     """Return ` at 3 of 50 elements, first at [1, 0]`, or "" for a single number.
 
     Args:
         evidence: The culprit.
         condition: Bool over the blamed elements; all of them when not given.
+        name: The operand that the sentence speaks of (see `argument_name`): its own elements are counted, each once, where it is
+            smaller than the result; those of the result when not given.
     """
-    if evidence.mask.ndim == 0:
+    argument = evidence.call.tensors().get(name)
+    shape = evidence.mask.shape if argument is None else argument.shape
+    if shape.numel() == 1 if argument is not None else not shape:
         return ""
-    hits = int(evidence.mask.sum() if condition is None else condition.sum())
-    return f" at {hits} of {evidence.mask.numel()} elements, first at {first_index(evidence, condition)}"
+    if shape == evidence.mask.shape or not _broadcasts(shape, evidence.mask.shape):
+        hits = int(evidence.mask.sum() if condition is None else condition.sum())
+        return f" at {hits} of {evidence.mask.numel()} elements, first at {first_index(evidence, condition)}"
+    met = evidence.mask.clone()
+    if condition is not None:
+        met[evidence.mask] = condition.flatten().to(met.device)
+    own = met.double().sum_to_size(shape) > 0
+    return f" at {int(own.sum())} of {own.numel()} elements, first at {own.nonzero()[0].tolist()}"
 
 
 def first_index(evidence: Evidence, condition: torch.Tensor | None = None) -> list[int]:

@@ -92,7 +92,8 @@ def _growth(evidence: Evidence, key: str, name: str, factor: float) -> str | Non
     usual = statistics.median(numbers[:-1])
     if numbers[-1] < factor * max(usual, 1.0):  # what starts at 0 has to grow
         return None
-    return f"the {name} was {show(usual)} and went on as {_series(numbers[-4:])}"
+    times = f", {numbers[-1] / usual:.3g} times the median of the steps before" if usual > 0 else ""
+    return f"the {name} grew to {show(numbers[-1])}{times}; step by step {_series(numbers[-4:])}"
 
 
 def _series(numbers: Sequence[float]) -> str:

@@ -36,9 +36,10 @@ class Request:
     """What the child is asked to do: the options of `bisect-nan run`.
 
     Attributes:
-        target: The file to look at.
+        target: The file or folder to look at.
         model: `module:callable` that builds the model, for a file that holds only tensors.
-        weights: File with the model's weights.
+        weights: File or checkpoint folder with the model's weights.
+        batch: File with the batch, where the target holds only weights.
         loss: `module:callable` that is called with output and target.
         device: Where to run; empty for the device of the recording.
         search: `bisect` or `scan`.
@@ -53,6 +54,7 @@ class Request:
     target: str
     model: str = ""
     weights: str = ""
+    batch: str = ""
     loss: str = ""
     device: str = ""
     search: str = "bisect"
@@ -129,6 +131,7 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
             if "progress" in message:
                 stage, node, total = message["progress"]
                 progress(stage, node, total)
+                node = node if total else -1  # a stage that counts something else
             elif "answer" in message:
                 answer = Answer(message["answer"], tuple(message["messages"]), message["status"])
     return answer or Crash(child.returncode, stage, node)

@@ -1,7 +1,7 @@
 """Turns what a user names on the command line into a snapshot.
 
-Three kinds of file are understood: a crash snapshot (`*.safetensors`), a case file (`*.py`, with a function `build`), and a
-`torch.save` dictionary of tensors, to which the user adds a model, its weights and a loss (see `bisect_nan.command.tensors`).
+Three kinds of target are understood: a crash snapshot (`*.safetensors`), a case file (`*.py`, with a function `build`), and saved
+tensors or a checkpoint, to which the user adds a model, its weights, a batch and a loss (see `bisect_nan.command.tensors`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from bisect_nan.command.child import Request
+from bisect_nan.command.reading import is_snapshot
 from bisect_nan.command.tensors import capture_tensors
 from bisect_nan.command.user_code import import_file, user_code
 from bisect_nan.errors import NonFiniteStep, TargetError
+from bisect_nan.finding import Finding
 from bisect_nan.loop.guard import Guard
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -31,22 +33,24 @@ class Target:
     """A snapshot, and how it came about.
 
     Attributes:
-        snapshot: The step to look at; None when a case trained through all of its steps without a fault.
+        snapshot: The step to look at; None when a case trained through all of its steps without a fault, or with a finding.
         captured: Whether the snapshot was made here and now, so that there is something new to save.
         notes: What was used of the file and what was ignored, each a sentence.
+        finding: The answer, where nothing had to be run for it.
     """
 
     snapshot: Snapshot | None
     captured: bool
     notes: tuple[str, ...] = ()
+    finding: Finding | None = None
 
 
 def load_target(request: Request) -> Target:
     """Turn a file and the options that belong to it into a snapshot.
 
     Args:
-        request: Its `target` is a snapshot, a case file or a `torch.save` dictionary; `model`, `weights` and `loss` belong to a
-            dictionary, and are refused elsewhere; a case that trains under a guard leaves its snapshot in `scratch`.
+        request: Its `target` is a snapshot, a case file, saved tensors or a checkpoint; `model`, `weights`, `batch` and `loss` belong
+            to the latter two, and are refused elsewhere; a case that trains under a guard leaves its snapshot in `scratch`.
 
     Raises:
         SnapshotError: The file is no snapshot that can be opened.
@@ -54,15 +58,16 @@ def load_target(request: Request) -> Target:
         RecordingError: The step cannot be recorded.
     """
     path = Path(request.target)
-    if not path.is_file():
+    if not path.exists():
         raise TargetError(f"got {path}, which is no file", "a snapshot, a case file or saved tensors", "check the path")
     _check_device(request.device)
-    if path.suffix not in (".safetensors", ".py"):
-        snapshot, notes = capture_tensors(request)
-        return Target(snapshot, captured=True, notes=notes)
-    unused = [f"--{name}" for name in ("model", "weights", "loss") if getattr(request, name)]
+    snapshot = path.suffix == ".safetensors" and path.is_file() and is_snapshot(path)
+    if not snapshot and path.suffix != ".py":
+        captured = capture_tensors(request)
+        return Target(captured.snapshot, captured.snapshot is not None, captured.notes, captured.finding)
+    unused = [f"--{name}" for name in ("model", "weights", "batch", "loss") if getattr(request, name)]
     if unused:
-        kind = "a snapshot, which carries its program" if path.suffix == ".safetensors" else "a case file"
+        kind = "a snapshot, which carries its program" if snapshot else "a case file"
         raise TargetError(
             f"got {' and '.join(unused)} together with {kind}", "the file alone", "leave these options out"
         )

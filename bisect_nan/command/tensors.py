@@ -1,180 +1,257 @@
-"""Captures a step from a file of tensors, a model, its weights and a loss.
+"""Captures a step from saved tensors, a model, its weights and a loss.
 
-Many training scripts save `{"step": ..., "input": ..., "output": ..., "target": ...}` when their loss goes bad. Such a file
-says what went in but not what was computed, so the user names the rest. Tensors are read with `weights_only=True`: nothing
-in the file runs.
+Many training scripts save `{"step": ..., "input": ..., "output": ..., "target": ...}` when their loss goes bad, others a
+checkpoint and the batch. Such files say what went in but not what was computed, so the user names the rest. Nothing in the files
+runs (see `bisect_nan.command.reading`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bisect_nan import finite
+from bisect_nan.causes.state import INPUT_NONFINITE
+from bisect_nan.command.checkpoint import Checkpoint, architecture, left_out, of_content, open_checkpoint
 from bisect_nan.command.child import Request
+from bisect_nan.command.reading import read, step_number
+from bisect_nan.command.roles import INPUT_KEYS, OUTPUT_KEYS, TARGET_KEYS, Roles, flat, key_of, roles
 from bisect_nan.command.user_code import named, user_code
+from bisect_nan.command.weights import load_weights
 from bisect_nan.errors import TargetError
+from bisect_nan.finding import Culprit, Finding, Phase, Symptom, Verdict
 from bisect_nan.snapshots.snapshot import Snapshot
 
-INPUT_KEYS = ("input", "inputs", "x", "batch", "data", "images", "features")
-TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-STATE_KEYS = ("model_state_dict", "state_dict", "model_state", "model", "weights")
-"""Under which keys people save these things; the first that is there is used."""
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What came of saved tensors: a snapshot, or a finding where nothing had to be run; and what was used, in sentences."""
+
+    snapshot: Snapshot | None
+    finding: Finding | None
+    notes: tuple[str, ...]
 
 
-def capture_tensors(request: Request) -> tuple[Snapshot, tuple[str, ...]]:
-    """Capture the step that a dictionary of tensors, a model and a loss make together.
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A file with a batch, opened.
+
+    Attributes:
+        path: The file; the checkpoint's where no batch was saved.
+        content: What it holds; None for no batch.
+        checkpoint: The training that it is from.
+    """
+
+    path: Path
+    content: Any
+    checkpoint: Checkpoint
+
+
+def capture_tensors(request: Request) -> Captured:
+    """Capture the step that saved tensors, a model and a loss make together.
 
     Args:
-        request: `target` is the `torch.save` dictionary: an input, a target where a loss is named, and perhaps a state dict.
-            `model` returns the model; without `weights` a state dict is looked for in the dictionary; without `loss` the
-            model has to return the loss; without `device` all of it runs on the CPU.
-
-    Returns:
-        The snapshot, and notes on which keys and weights were used.
+        request: `target` is a file with a batch, or a checkpoint (a file or a folder) with the batch in `batch`. `model` builds
+            the model; without `weights` they are looked for in the target; without `loss` the model has to return the loss;
+            without `model` the loss alone is run, on a saved output; without `device` all of it runs on the CPU.
 
     Raises:
         TargetError: Something is missing or does not fit; the message says what to add.
     """
-    path, model, weights, loss = Path(request.target), request.model, request.weights, request.loss
-    device = request.device or "cpu"
-    saved = _load(path, device)
-    if not isinstance(saved, Mapping):
-        expected = 'a dictionary such as {"input": ..., "target": ...}'
-        raise TargetError(f"got {type(saved).__name__} in {path}", expected, "save the batch of the failing step so")
-    held = ", ".join(map(str, saved)) or "none"
-    if not model:
+    saved = _open(request)
+    if saved.content is None:
+        do = f'torch.save({{"input": ..., "target": ...}}, "batch.pt") of the failing step, then {_command(request, batch="batch.pt")}'
         raise TargetError(
-            f"got {path} without a model (its keys: {held})",
-            "the model that was trained, for this file carries tensors only",
-            f"bisect-nan run {path} --model module:callable --weights FILE --loss module:callable",
+            f"got {request.target}, which holds weights and no batch", "the batch of the failing step, too", do
         )
-    source = _first_key(saved, INPUT_KEYS, path, "the input of the model")
-    target = _first_key(saved, TARGET_KEYS, path, "the target of the loss") if loss else None
-    network, criterion = _build(model), named(loss, "--loss") if loss else None
-    state_key = None if weights else next((key for key in STATE_KEYS if isinstance(saved.get(key), Mapping)), None)
-    if weights:
-        _load_weights(network, _load(Path(weights), device), weights)
-    elif state_key:
-        _load_weights(network, saved[state_key], f"the key {state_key} of {path}")
-    used = [key for key in (source, target, state_key) if key]
-    batch = {key: saved[key] for key in (source, target) if key}
-    step = _step(source, target, criterion, loss)
-    with user_code(f"{model} on the input of {path}"):
-        snapshot = Snapshot.capture(network.to(device), batch, step, step_number=_step_number(saved))
-    return snapshot, tuple(_notes(path, saved, used, weights or state_key or ""))
+    if not request.model:
+        return _without_model(request, saved)
+    model = _build(request.model, Path(request.target))
+    loss = named(request.loss, "--loss") if request.loss else None
+    found = roles(saved.content, model, saved.path, scored=loss is not None)
+    checkpoint = (
+        open_checkpoint(Path(request.weights), request.device or "cpu") if request.weights else saved.checkpoint
+    )
+    if request.weights and checkpoint.state is None:
+        raise TargetError(f"got no weights in {request.weights}", "a state dict", "save model.state_dict()")
+    notes = [_used(saved, found, with_state=not request.weights), *checkpoint.notes]
+    if checkpoint.state is None:
+        notes.append("No --weights: the model ran with those it was built with.")
+    else:
+        notes.append(load_weights(model, checkpoint.state, checkpoint.origin))
+    notes += filter(None, [checkpoint.seed()])
+    saved = replace(saved, checkpoint=checkpoint)
+    snapshot = _capture(request, saved, model.to(request.device or "cpu"), found, loss)
+    return Captured(snapshot, None, tuple(notes))
 
 
-def _notes(path: Path, saved: Mapping[str, Any], used: Sequence[str], weights: str) -> list[str]:
-    """Say which keys were used and where the weights came from."""
-    ignored = ", ".join(str(key) for key in saved if key not in used)
-    keys = f"Used {', '.join(used)} of {path}" + (f"; ignored {ignored}." if ignored else ".")
-    return [
-        keys,
-        f"Weights from {weights}." if weights else "No --weights: the model ran with those it was built with.",
-    ]
+def _open(request: Request) -> _Saved:
+    """Open the target, and the batch where it lies apart."""
+    target, device = Path(request.target), request.device or "cpu"
+    if target.is_dir():
+        checkpoint, content = open_checkpoint(target, device), None
+    else:
+        content, unknown = read(target, device)
+        checkpoint = of_content(content, str(target), left_out(target, unknown))
+        if isinstance(content, Mapping) and checkpoint.state is not None:
+            if checkpoint.state is not content:
+                key = next(str(key) for key, value in content.items() if value is checkpoint.state)
+                checkpoint = replace(checkpoint, origin=f"the key {key} of {target}")
+            if checkpoint.state is content or not key_of(content, (*INPUT_KEYS, *OUTPUT_KEYS)):
+                content = None
+    if not request.batch:
+        return _Saved(target, content, checkpoint)
+    path = Path(request.batch)
+    content, unknown = read(path, device)
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *left_out(path, unknown)))
+    return _Saved(path, content, checkpoint)
 
 
-def _step_number(saved: Mapping[str, Any]) -> int | None:
-    """Return the number of the training step, where the dictionary has it."""
-    number = saved.get("step")
-    if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_floating_point():
-        number = number.item()
-    return number if isinstance(number, int) and number >= 0 else None
+def _without_model(request: Request, saved: _Saved) -> Captured:
+    """Say what can be said of saved tensors alone: that the input is bad, or what the loss makes of the output."""
+    values = flat(saved.content, scored=True)
+    output, target = key_of(values, OUTPUT_KEYS), key_of(values, TARGET_KEYS)
+    given = {key: value for key, value in values.items() if key_of({key: 0}, (*INPUT_KEYS, *TARGET_KEYS))}
+    finding = _bad_input(given)
+    if finding is not None:
+        return Captured(None, finding, (f"Looked only for bad values in {', '.join(given)} of {saved.path}.",))
+    command = _command(
+        request, model="module:callable", weights="" if saved.checkpoint.state else "FILE", loss="module:callable"
+    )
+    held = ", ".join(values)
+    if output and finite.probe(_tensors(values[output])):
+        summary = finite.summarise(next(t for t in _tensors(values[output]) if finite.probe([t])))
+        got = f"got {saved.path}, in which {output} is bad ({summary.describe()}), and the input is not"
+        raise TargetError(got, "the model that was trained, for the fault lies in it", command)
+    if not (output and target and request.loss):
+        named_in_config = architecture(Path(request.target))
+        if named_in_config:
+            command = _command(request, model=f"transformers:{named_in_config}")
+        alone = ", or the loss alone (--loss), run on the saved output" if output and target else ""
+        got = f"got {saved.path} without a model (its keys: {held})"
+        raise TargetError(got, f"the model that was trained, for this file carries tensors only{alone}", command)
+    loss = named(request.loss, "--loss")
+    output_and_target = {key: values[key] for key in (output, target)}
+    output_and_target[output] = tree_map_only(torch.Tensor, _leaf, output_and_target[output])
+    found = Roles(output_and_target, output, (), target)
+    note = f"Ran the loss alone, on {output} and {target} of {saved.path}, for there is no --model."
+    return Captured(_capture(request, saved, nn.Identity(), found, loss), None, (note,))
 
 
-def _first_key(saved: Mapping[str, Any], keys: Sequence[str], path: Path, what: str) -> str:
-    """Return the first of some keys that a dictionary has."""
-    found = next((key for key in keys if key in saved), None)
-    if found is None:
-        held = ", ".join(map(str, saved)) or "no keys"
-        raise TargetError(
-            f"got {held} in {path}", f"{what}, under one of {', '.join(keys)}", "save it under such a name"
-        )
-    return found
+def _capture(
+    request: Request, saved: _Saved, model: nn.Module, found: Roles, loss: Callable[..., Any] | None
+) -> Snapshot:
+    """Record the model on the saved input, then the loss where one is named."""
+    name = request.loss
 
-
-def _step(
-    source: str, target: str | None, criterion: Callable[..., Any] | None, name: str
-) -> Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor]:
-    """Return the step: the model on the saved input, then the loss where one is named."""
-
-    def step(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        output = _call(model, batch[source])
-        if criterion is not None and target is not None:
-            loss = criterion(output, batch[target])
-        else:
-            loss = (
-                output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
-            )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        output = batch[found.positional] if isinstance(model, nn.Identity) else found.call(model, batch)
+        result = _loss_in(output) if loss is None else loss(_prediction(output), batch[found.target])
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            got = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             do = (
                 f"let {name} return one number"
                 if name
                 else "add --loss module:callable, called as loss(output, target)"
             )
             raise TargetError(f"got {got} from {name or 'the model'}", "the loss, one number", do)
-        return loss
+        return result
 
-    return step
+    number = step_number(saved.content)
+    with user_code(f"{request.model or request.loss} on the {'input' if request.model else 'output'} of {saved.path}"):
+        return Snapshot.capture(
+            model,
+            dict(found.values),
+            step,
+            history=saved.checkpoint.history,
+            step_number=saved.checkpoint.step if number is None else number,
+        )
 
 
-def _call(model: torch.nn.Module, values: Any) -> Any:
-    """Call a model with a saved input: a mapping gives keyword arguments, a list or tuple positional ones."""
-    if isinstance(values, Mapping):
-        return model(**values)
-    return model(*values) if isinstance(values, list | tuple) else model(values)
+def _bad_input(values: Mapping[str, Any]) -> Finding | None:
+    """Return the finding that a saved input or target holds bad values, or None."""
+    for key, value in values.items():
+        for tensor in _tensors(value):
+            kinds = finite.kinds(tensor)
+            if kinds:
+                name = f"batch['{key}']"
+                mask = finite.mask(tensor)
+                summary = finite.summarise(tensor, name)
+                rows = tuple(mask.flatten(1).any(1).nonzero().flatten().tolist()) if mask.dim() > 1 else ()
+                cause = INPUT_NONFINITE
+                culprit = Culprit(
+                    *(Phase.INPUT, cause.name, cause.summary, 1.0, "", "", None, -1, name, None, "", ()),
+                    outputs=(summary,),
+                    element=summary.first or (),
+                    samples=rows,
+                    help=cause.help,
+                )
+                return Finding(Verdict.LOCATED, Symptom("input", name, tuple(finite.labels(kinds))), (culprit,))
+    return None
 
 
-def _build(name: str) -> torch.nn.Module:
-    """Return the model that `module:callable` names: a module, or what calling it without arguments gives."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a saved output as it is in training: something that has a gradient."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _loss_in(output: Any) -> Any:
+    """Return the loss in what a model returns."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _prediction(output: Any) -> Any:
+    """Return what a loss takes of a model's output: of one of transformers' the logits, else all of it."""
+    is_output = any(base.__name__ == "ModelOutput" for base in type(output).__mro__)
+    return output.logits if is_output and "logits" in output else output
+
+
+def _used(saved: _Saved, found: Roles, *, with_state: bool) -> str:
+    """Say which keys were used."""
+    values = flat(saved.content, scored=bool(found.target))
+    used = [key for key in values if key in found.values]
+    state = saved.checkpoint.state if with_state else None
+    states = [str(key) for key, value in values.items() if state is not None and value is state]
+    ignored = [key for key in values if key not in (*used, *states)]
+    return f"Used {', '.join([*used, *states])} of {saved.path}" + (
+        f"; ignored {', '.join(ignored)}." if ignored else "."
+    )
+
+
+def _command(request: Request, **more: str) -> str:
+    """Return the command line to type next: what was typed, and what is missing."""
+    words = ["bisect-nan", "run", request.target]
+    for option in ("batch", "model", "weights", "loss", "device"):
+        value = getattr(request, option) or more.get(option, "")
+        words += [f"--{option}", value] if value else []
+    return shlex.join(words)
+
+
+def _build(name: str, target: Path) -> nn.Module:
+    """Return the model that `module:callable` names: a module, or what calling it gives.
+
+    It is called without arguments; a class of transformers beside a checkpoint folder with the configuration in there.
+    """
     found = named(name, "--model")
-    if isinstance(found, torch.nn.Module):
+    if isinstance(found, nn.Module):
         return found
+    configured = target.is_dir() and hasattr(found, "config_class") and (target / "config.json").is_file()
     with user_code(f"{name}()"):
-        built = found()
-    if not isinstance(built, torch.nn.Module):
+        built = found(found.config_class.from_pretrained(str(target))) if configured else found()
+    if not isinstance(built, nn.Module):
         do = "name a function without arguments that returns the model"
         raise TargetError(f"got {type(built).__name__} from {name}()", "a torch.nn.Module", do)
     return built
-
-
-def _load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Load a state dict, or a checkpoint that holds one, into a model."""
-    inner = next(
-        (key for key in STATE_KEYS if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)), None
-    )
-    weights = state[inner] if inner else state
-    if not isinstance(weights, Mapping):
-        raise TargetError(f"got {type(weights).__name__} in {origin}", "a state dict", "save model.state_dict()")
-    plain = dict(weights)
-    for prefix in ("module.", "_orig_mod."):  # What DistributedDataParallel and torch.compile put before every name.
-        consume_prefix_in_state_dict_if_present(plain, prefix)
-    try:
-        model.load_state_dict(plain)
-    except (RuntimeError, TypeError) as error:
-        problem = " ".join(line.strip() for line in str(error).splitlines()[1:4]) or str(error)
-        do = "name the weights of this model, or the model that these weights belong to"
-        raise TargetError(
-            f"got weights in {origin} that do not fit the model: {problem}", "its own names", do
-        ) from error
-
-
-def _load(path: Path, device: str) -> Any:
-    """Read a file of tensors; nothing in it is executed."""
-    if not path.is_file():
-        raise TargetError(f"got {path}, which is no file", "a file of tensors", "check the path")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path, device=device)
-        return torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # Each reader has errors of its own, and they all mean this.
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        expected = "tensors, numbers, strings, lists and dictionaries, which torch.load reads with weights_only=True"
-        do = "save only such values; for anything else write a case file with build()"
-        raise TargetError(f"got {path}, which cannot be read: {lines[0]}", expected, do) from error

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bisect_nan.errors import BisectNanError, TargetError
+from bisect_nan.errors import BisectNanError, CodeError, TargetError
 
 CALLABLE = "module:callable, such as my_package.models:build or models.py:build"
 
@@ -36,7 +36,7 @@ def user_code(what: str) -> Iterator[None]:
         what: What runs inside, for the message (`build() of case.py`).
 
     Raises:
-        TargetError: The code raised; this package's own errors and faults and a lack of memory pass through as they are.
+        CodeError: The code raised; this package's own errors and faults and a lack of memory pass through as they are.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def user_code(what: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         got = f"got {type(error).__name__} from {what}{_place(error, frames)}" + (f": {text}" if text else "")
         do = "run it in Python and mend it (-v shows the traceback)"
-        raise TargetError(got, "code that runs through", do) from error
+        raise CodeError(got, "code that runs through", do) from error
 
 
 def _place(error: BaseException, frames: traceback.StackSummary) -> str:
@@ -104,7 +104,7 @@ def named(name: str, option: str) -> Any:
             found: Any = import_file(Path(place))
         else:
             sys.path.insert(0, str(Path.cwd()))
-            found = importlib.import_module(place)
+            found = _module(place, option)
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = (
@@ -118,3 +118,14 @@ def named(name: str, option: str) -> Any:
     if not callable(found):
         raise TargetError(f"got {option} {name}, which is {type(found).__name__}", CALLABLE, "name something to call")
     return found
+
+
+def _module(place: str, option: str) -> ModuleType:
+    """Import a module; that there is none of this name is the command line's fault, not the module's."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        got = f"got ModuleNotFoundError from importing {place} for {option}: {error}"
+        raise TargetError(got, CALLABLE, "check the spelling, or run where the module lies") from error

@@ -20,7 +20,7 @@ import torch
 from bisect_nan.answer.driver import locate
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
 from bisect_nan.command.targets import load_target
-from bisect_nan.errors import BisectNanError, SnapshotError, TargetError
+from bisect_nan.errors import BisectNanError, CodeError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
 from bisect_nan.reports import to_text
 
@@ -43,6 +43,8 @@ def main() -> int:
         finding = _find(request, progress, messages)
         text = _render(finding, request)
         status = STATUS.get(finding.verdict, CANNOT_TELL)
+    except CodeError as error:  # The user's own code raised, which says nothing about the fault.
+        messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], USAGE
     except BisectNanError as error:
@@ -68,8 +70,9 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     scratch = Path(request.scratch)
     progress("load" if request.target.endswith(".safetensors") else "record", 0, 0)
     target = load_target(request)
-    if request.verbose or target.snapshot is None:
-        messages += target.notes
+    messages += target.notes
+    if target.finding is not None:
+        return target.finding
     if target.snapshot is None:
         return Finding(Verdict.CLEAN, search=SearchCost())
     if request.save and target.captured:

@@ -39,7 +39,7 @@ KNOWN = frozenset(
 
 _TYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DEVICES = frozenset({"cpu", "cuda"})
-"""Those whose kernels were read; both compute halves in float32, or round them after each operation."""
+"""Both compute halves in float32, or round them after each operation. The CPU's kernels were executed; of CUDA's the source was read."""
 
 _REFRESH = 1000
 """Updates after which bounds are measured again, though they hold: not every write is noticed."""

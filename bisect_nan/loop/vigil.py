@@ -30,7 +30,7 @@ from bisect_nan.loop.training import Training
 from bisect_nan.norms import norms
 from bisect_nan.recording.capture import Step, scalar_loss
 from bisect_nan.recording.live import counts
-from bisect_nan.recording.state import Standing, buffers
+from bisect_nan.recording.state import Standing
 
 
 class Vigil:
@@ -118,7 +118,7 @@ class Vigil:
         self.sight.first()
         contents = () if self._writes_batch is False else tensors
         before = self._standing.now(batch=batch, others=self.training.parameters(), contents=contents)
-        before.keep(self._copies.now(buffers(self.training.model)))
+        before.keep(self._copies.now(self._standing.buffers()))
         return Call(next(self._numbers), step, model, batch, before)
 
     def _begin_step(self) -> None:
@@ -174,7 +174,7 @@ class Vigil:
     def prepare(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Update:
         """Look at the gradients, and copy what the update can change where it might not stay finite."""
         training, scaling = self.training, [] if self.scaling is None else [self.scaling.scale()]
-        changed = self._copies.changed(buffers(training.model)) if self.calls else ()
+        changed = self._copies.changed(self._standing.buffers()) if self.calls else ()
         norm, rest, scale = norms(training.gradients(), changed, scaling)
         scale = scale if scaling else math.nan
         bad: Mapping[str, torch.Tensor] = {} if math.isfinite(norm) else training.bad_gradients()

@@ -78,7 +78,7 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
     recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
         _name_tensors(recorder, model, batch)
-        leaves = _gradient_leaves(model, batch)
+        leaves, held = _gradient_leaves(model, batch), _buffers(model)
         for leaf in leaves.values():
             leaf.grad = None
         with (
@@ -87,7 +87,7 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
             module_paths(model, recorder.modules),
             hooks_noticed(model, leaves.values()) as hooks,
         ):
-            return _run(recorder, model, functools.partial(step, model, batch), leaves, hooks, backward=backward)
+            return _run(recorder, model, functools.partial(step, model, batch), leaves, held, hooks, backward=backward)
     finally:
         recorder.restore()
         surroundings.restore()
@@ -108,7 +108,7 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
     """
     recorder, surroundings = Recorder(), Surroundings(model, optimizer)
     try:
-        parameters, buffers = named_parameters(model, optimizer), _buffers(model)
+        parameters, held = named_parameters(model, optimizer), _buffers(model)
         _name_tensors(recorder, model, None)
         for name, parameter in parameters.items():
             recorder.values.name(parameter, Phase.PARAMETER, name)
@@ -121,7 +121,7 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
         with eager(), old_objects_left_alone(), module_paths(model, recorder.modules), recorder:
             optimizer.step(*args, **kwargs)
         values = recorder.values
-        parameters, buffers = _written(recorder, parameters), _written(recorder, buffers)
+        parameters, buffers = _written(recorder, parameters), _written(recorder, _buffers(model), held)
         state = {name: tensor for name, tensor in optimizer_tensors(optimizer) if values.seen(tensor)}
         targets = Targets(
             parameters={name: recorder.number(parameter) for name, parameter in parameters.items()},
@@ -132,7 +132,7 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
         if not found:
             kind, found = "optimizer", {name: t for name, t in _nonfinite(state).items() if name not in before}
         if not found:
-            kind, found = "buffer", _spoiled(recorder, buffers)
+            kind, found = "buffer", _spoiled(recorder, buffers, held)
         program = recorder.finish(targets)
         return Recording(program, dict(values.tensors), _observed(program, kind, found), loss)
     finally:
@@ -145,6 +145,7 @@ def _run(
     model: Any,
     step: Callable[[], Any],
     leaves: Mapping[str, torch.Tensor],
+    held: Mapping[str, torch.Tensor],
     hooks: Sequence[object],
     *,
     backward: bool,
@@ -168,11 +169,11 @@ def _run(
         targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
         kind, found = "gradient", _nonfinite(gradients)
     if not found:
-        written = _written(recorder, _buffers(model))
+        written = _written(recorder, _buffers(model), held)
         targets = Targets(
             number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
         )
-        kind, found = "buffer", _spoiled(recorder, written)
+        kind, found = "buffer", _spoiled(recorder, written, held)
     program = recorder.finish(replace(targets, hooked=bool(hooks or left or recorder.unfollowed)))
     observed = _observed(program, kind, found)
     frontiers = () if observed is None else recorder.frontiers.of(program)
@@ -216,14 +217,24 @@ def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if finite.probe([tensor])}
 
 
-def _written(recorder: Recorder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return those tensors from outside that the recorded calls wrote to."""
-    return {name: tensor.detach() for name, tensor in tensors.items() if recorder.values.wrote(tensor)}
+def _written(
+    recorder: Recorder, tensors: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return those tensors that the recorded calls wrote to, and those in the place of others, which were `held` before."""
+    values, before = recorder.values, tensors if held is None else held
+
+    def changed(name: str, tensor: torch.Tensor) -> bool:
+        return values.wrote(tensor) or (tensor is not before.get(name) and values.seen(tensor))
+
+    return {name: tensor.detach() for name, tensor in tensors.items() if changed(name, tensor)}
 
 
-def _spoiled(recorder: Recorder, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _spoiled(
+    recorder: Recorder, written: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Return the non-finite ones among written tensors that were finite before."""
-    return {name: t for name, t in _nonfinite(written).items() if not finite.probe([recorder.values.before(t)])}
+    before = written if held is None else {**written, **held}
+    return {n: t for n, t in _nonfinite(written).items() if not finite.probe([recorder.values.before(before[n])])}
 
 
 def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) -> Observed | None:

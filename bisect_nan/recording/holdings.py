@@ -135,12 +135,14 @@ class Held:
     Attributes:
         parts: All of it.
         tensors: Parameters and buffers by their `id`.
+        buffers: The dictionaries of buffers that are not empty.
         loose: Containers of which the items are to be remembered, too.
         generators: Attributes that may be random generators.
     """
 
     parts: Sequence[Holding]
     tensors: Mapping[int, torch.Tensor]
+    buffers: Sequence[Mapping[str, torch.Tensor | None]]
     loose: Sequence[Any]
     generators: Sequence[Any]
 
@@ -174,10 +176,16 @@ class Holdings:
             self._held = Held(
                 parts,
                 tensors={id(tensor): tensor for part in parts for tensor in part.tensors},
+                buffers=[held for part in parts for held in map(_buffers_of, part.owners) if held],
                 loose=[container for part in parts for container in part.loose],
                 generators=[item for part in parts for item in part.generators],
             )
         return self._held
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are, of those modules that had some at the latest `present`."""
+        kept = () if self._held is None else self._held.buffers
+        return [buffer for buffers in kept for buffer in buffers.values() if buffer is not None]
 
     def _sources(self) -> Iterator[list[Any]]:
         """Yield what is read together: some modules, the optimizer, its state (which changes less often than its groups)."""
@@ -217,6 +225,10 @@ def _read_optimizer(found: Holding, optimizer: torch.optim.Optimizer) -> None:
     found.tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         found.opaque = True  # it hands out another's, as wrappers of optimizers do
+
+
+def _buffers_of(owner: Any) -> Any:
+    return vars(owner)["_buffers"] if isinstance(owner, nn.Module) else None
 
 
 def own_tensors(module: nn.Module, kind: str) -> list[torch.Tensor]:

@@ -109,6 +109,10 @@ class Standing:
         model, optimizer, holdings = self._model, self._optimizer, self._holdings
         return Surroundings(model, optimizer, batch=batch, others=others, contents=contents, holdings=holdings)
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are, of those modules that had some at the latest `now`; one under two names twice."""
+        return self._holdings.buffers()
+
 
 def buffers(model: Any) -> list[torch.Tensor]:
     """Return the buffers of a model, in a third of the time that `model.buffers()` takes; one under two names twice."""

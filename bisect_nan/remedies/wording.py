@@ -36,38 +36,58 @@ def line_to_write(site: Site, proposal: Proposal) -> tuple[str, str, SourceLine 
     """Return the sentence that says what to do, the changed line of code ("" where it cannot be changed by itself), and which."""
     if not proposal.wrap:
         return proposal.text, "", None
-    op, source = site.op, site.culprit.source
-    if proposal.node is not None:
-        op, source = base_name(str(proposal.node.target)), proposal.node.source
+    op, source = _place(site, proposal)
     node = proposal.node or site.node
     once = node is not None and len([i for i in site.alike(node) if site.program.nodes[i].module == node.module]) == 1
     line = None if source is None or not once else _changed(source.text, op, proposal)
-    if line is None:
-        where = f" at {source}" if proposal.node is not None else ""
-        return f"{proposal.text}{where}: {proposal.wrap.replace('{x}', 'x')}", "", None
-    return proposal.text, line, source
+    return (in_words(site, proposal), "", None) if line is None else (proposal.text, line, source)
+
+
+def in_words(site: Site, proposal: Proposal) -> str:
+    """Return the sentence that says what to do, with the operand as it has to be written; `x` where its line does not show it."""
+    op, source = _place(site, proposal)
+    where = f" at {source}" if proposal.node is not None else ""
+    found = None if source is None else _operand_of(source.text, op, proposal)
+    shown = "x" if found is None else _atom(found[1])
+    return f"{proposal.text}{where}: {proposal.wrap.replace('{x}', shown)}"
+
+
+def _place(site: Site, proposal: Proposal) -> tuple[str, SourceLine | None]:
+    """Return the op whose operand is changed, and its line."""
+    if proposal.node is None:
+        return site.op, site.culprit.source
+    return base_name(str(proposal.node.target)), proposal.node.source
 
 
 def _changed(text: str, op: str, proposal: Proposal) -> str | None:
     """Return the line with the operand of its only call of `op` wrapped; None where there is not one such call."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:  # the head of a block, or a part of a statement
+    found = _operand_of(text, op, proposal)
+    if found is None:
         return None
-    places = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and _calls(node, op)]
-    if len(places) != 1 or proposal.operand not in _FIRST | _SECOND:
-        return None
-    place = places[0]
-    operand = _operand(place, op, second=proposal.operand in _SECOND)
-    if operand is None or isinstance(operand, ast.Constant | ast.Starred):
-        return None
+    place, operand = found
     if proposal.wrap.count("{x}") > 1 and not isinstance(operand, ast.Name | ast.Attribute):
         return None  # written twice, it would be computed twice
     wrapped = proposal.wrap.replace("{x}", _atom(operand))
     line = _replaced(text, place if proposal.whole else operand, wrapped)
+    return line if line is not None and _parsed(line) is not None else None
+
+
+def _operand_of(text: str, op: str, proposal: Proposal) -> tuple[ast.expr, ast.expr] | None:
+    """Return the only call of `op` in a line and its operand that is changed; None where there is not one such call."""
+    tree = _parsed(text)
+    places = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and _calls(node, op)] if tree else []
+    if len(places) != 1 or proposal.operand not in _FIRST | _SECOND:
+        return None
+    operand = _operand(places[0], op, second=proposal.operand in _SECOND)
+    if operand is None or isinstance(operand, ast.Constant | ast.Starred):
+        return None
+    return places[0], operand
+
+
+def _parsed(text: str) -> ast.Module | None:
+    """Return the syntax of a line, of the head of a block as well; None for a part of a statement."""
     with contextlib.suppress(SyntaxError):
-        ast.parse(line or "")
-        return line
+        return ast.parse(f"{text} pass" if text.endswith(":") else text)
     return None
 
 

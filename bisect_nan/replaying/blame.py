@@ -14,6 +14,7 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.finite import NonFinite
+from bisect_nan.replaying.contraction import some
 from bisect_nan.replaying.influence import aligned, gathered, influences, is_number, union
 from bisect_nan.replaying.neutral import SMALL, distinct, neutralised, tamed
 from bisect_nan.replaying.replay import Executed
@@ -53,7 +54,7 @@ def split(executed: Executed, number: int, mask: torch.Tensor) -> Split:
         return Split(mask & ~inherited, inherited, inherited & is_nan & ~from_nan)
     born = _own(executed, number, mask, bad)
     inherited, still_nan = mask & ~born, is_nan
-    if any(bool(m.any()) for m in nans.values()):
+    if any(some(m) for m in nans.values()):
         healthy = {n: neutralised(t, nans[n]) if n in bad else t for n, t in executed.inputs.items()}
         still_nan = finite.mask(executed.again(healthy)[number], NonFinite.NAN)
     return Split(born, inherited, inherited & is_nan & still_nan)
@@ -76,8 +77,7 @@ def responsible(executed: Executed, number: int, mask: torch.Tensor) -> Env:
 
 
 def _bad_inputs(executed: Executed) -> Env:
-    masks = {n: finite.mask(t) for n, t in executed.inputs.items() if is_number(t)}
-    return {n: m for n, m in masks.items() if bool(m.any())}
+    return {n: finite.mask(t) for n, t in executed.inputs.items() if is_number(t) and finite.probe([t])}
 
 
 def _own(executed: Executed, number: int, mask: torch.Tensor, bad: Env) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _own(executed: Executed, number: int, mask: torch.Tensor, bad: Env) -> torch
     born = mask
     for stand_in in (neutralised, lambda t, m: neutralised(t, m, distinct(t)), lambda t, m: neutralised(t, m, 0.0)):
         born = still(stand_in)
-        if not bool(born.any()):
+        if not some(born):
             return born
     # The neighbours of an overflowed element are huge themselves; what fails on them alone is still the same fault, provided that
     # it depends on the bad element at all.
@@ -111,7 +111,7 @@ def _by_halves(executed: Executed, number: int, mask: torch.Tensor, bad: Env) ->
             trials += 1
             others = {k: m & ~part if k == n else m for k, m in bad.items()}
             inputs = {k: neutralised(t, others[k], distinct(t)) if k in bad else t for k, t in executed.inputs.items()}
-            if not bool((mask & finite.mask(executed.again(inputs)[number])).any()):
+            if not some(mask & finite.mask(executed.again(inputs)[number])):
                 continue
             if len(places) > 1:
                 middle = len(places) // 2
@@ -122,4 +122,4 @@ def _by_halves(executed: Executed, number: int, mask: torch.Tensor, bad: Env) ->
 
 
 def _any(masks: Env) -> bool:
-    return any(bool(mask.any()) for mask in masks.values())
+    return any(some(mask) for mask in masks.values())

@@ -1,7 +1,7 @@
 """Which input elements the elements of one call's result are computed from.
 
-Elementwise calls are answered by position. Of any other call the derivative on healthy values tells; those are in the order of
-the actual values, so that a selection selects the same elements.
+Elementwise calls are answered by position, matrix products by their shapes. Of any other call the derivative on healthy values
+tells; those are in the order of the actual values, so that a selection selects the same elements.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from bisect_nan import finite
 from bisect_nan.finite import NonFinite
 from bisect_nan.recording.program import Node, Ref
+from bisect_nan.replaying.contraction import contracted
 from bisect_nan.replaying.neutral import distinct, ordered
 from bisect_nan.replaying.replay import Executed
 from bisect_nan.replaying.stretch import Env
@@ -93,6 +94,10 @@ def influence(executed: Executed, number: int, mask: torch.Tensor) -> Env:
 
 def influences(executed: Executed, number: int, mask: torch.Tensor) -> Iterator[Env]:
     """Yield the influence with NaN as the highest value, and then, where there is any, with NaN as the lowest."""
+    told = contracted(executed, number, mask)
+    if told is not None:
+        yield told
+        return
     yield _derivative(executed, number, mask)
     if finite.has(executed.inputs.values(), NonFinite.NAN):
         yield _derivative(executed, number, mask, nan_highest=False)
@@ -154,4 +159,4 @@ def union(masks: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def gathered(mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Reduce a mask of the output's shape to the shape of an input that was broadcast to it."""
-    return mask.to(torch.float32).sum_to_size(shape) > 0
+    return mask if mask.shape == shape else mask.to(torch.float32).sum_to_size(shape) > 0

@@ -19,20 +19,37 @@ SMALL = 1 << 16
 
 _SEED = 0
 
+_PERIOD = 65521
+"""Distinct values before they repeat: a prime, so that no two rows of a tensor are alike."""
+
+_SAMPLE = 4096
+"""Elements of a large tensor whose median is taken."""
+
 
 def typical(tensor: torch.Tensor) -> float:
-    """Return the median of the finite elements (of the real part, for complex ones), or 1 when there is none."""
-    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    real = tensor.real if tensor.is_complex() else tensor
-    healthy = real[~finite.mask(tensor)].float()
+    """Return the median of the finite elements (of the real part, for complex ones), or 1 when there is none.
+
+    Of a large tensor that of a sample, always the same one, where it holds finite elements.
+    """
+    flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
+    step = flat.numel() // _SAMPLE | 1  # odd, so as not to stay in one column
+    healthy = _healthy(flat[::step]) if flat.numel() > SMALL else flat[:0]
+    healthy = healthy if healthy.numel() else _healthy(flat)
     median = float(healthy.median()) if healthy.numel() else 1.0
     return median if math.isfinite(median) else 1.0
 
 
+def _healthy(tensor: torch.Tensor) -> torch.Tensor:
+    real = tensor.real if tensor.is_complex() else tensor
+    return real[~finite.mask(tensor)].float()
+
+
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """Return values between 1/2 and 3/2 in the shape and dtype of a tensor, without order or pattern; always the same ones."""
-    generator = torch.Generator().manual_seed(_SEED)
-    return (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5).to(tensor.device, tensor.dtype)
+    generator, count = torch.Generator().manual_seed(_SEED), tensor.numel()
+    values = torch.rand(min(count, _PERIOD), generator=generator, dtype=torch.float64) + 0.5
+    values = values.to(tensor.device, tensor.dtype)
+    return values.repeat(-(-count // _PERIOD))[:count].reshape(tensor.shape) if count else values.reshape(tensor.shape)
 
 
 def ordered(tensor: torch.Tensor, *, nan_highest: bool = True) -> torch.Tensor:

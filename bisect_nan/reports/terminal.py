@@ -119,9 +119,12 @@ def _values(culprit: Culprit) -> Iterator[Text]:
 
 
 def _advice(culprit: Culprit) -> Iterator[Text]:
-    """Yield what to change, the line to write, and what was seen when that was executed."""
+    """Yield what to change, the line to write, and what was seen when that was executed.
+
+    Where a line was seen to help, general advice beside it would say the same once more, or something else.
+    """
     remedy = culprit.remedy
-    if culprit.help:
+    if culprit.help and not (remedy and remedy.verified and remedy.code):
         yield _labelled("help", culprit.help)
     if remedy is None:
         return

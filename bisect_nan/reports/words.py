@@ -20,10 +20,14 @@ _PLACES = {Phase.BACKWARD: " in the backward pass", Phase.OPTIMIZER: " in the op
 
 
 def groups(culprits: Sequence[Culprit]) -> Sequence[Sequence[Culprit]]:
-    """Put culprits together that are one line with one cause: a layer used ten times, an update of ten parameters."""
+    """Put culprits together that are one line with one cause: a layer used ten times, an update of ten parameters.
+
+    The line of an update is the call of `optimizer.step()`, whichever of its operations the cause meets first.
+    """
     found: dict[object, list[Culprit]] = {}
     for culprit in culprits:
-        same = (culprit.phase, culprit.cause, culprit.op, culprit.kernel, culprit.source, culprit.name)
+        ops = () if culprit.phase is Phase.OPTIMIZER else (culprit.op, culprit.kernel)
+        same = (culprit.phase, culprit.cause, ops, culprit.source, culprit.name)
         found.setdefault(same, []).append(culprit)
     return list(found.values())
 

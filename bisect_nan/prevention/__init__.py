@@ -1,0 +1,1 @@
+"""Looks at models, batches, checkpoints and healthy steps before anything fails."""

@@ -1,0 +1,34 @@
+"""Are all weights of a model finite?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from bisect_nan.prevention.check import Check, examine
+
+
+def check_model(model: nn.Module) -> Check:
+    """Name the parameters and buffers of a model that hold NaN or Inf.
+
+    Infinities that look meant are told apart, in `meant`: those of a buffer, or of a parameter that is not trained, which are a mask
+    or a single number. A parameter that is trained, and the running statistics of a normalisation, are bad with any infinity.
+
+        check = check_model(model)
+        check.ok, check.names
+        print(check)
+
+    Args:
+        model: The module.
+    """
+    return examine("model", model_tensors(model))
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield kind, path and tensor of the parameters and buffers of a model; one under two names once."""
+    for name, parameter in model.named_parameters():
+        yield "parameter" if parameter.requires_grad else "constant", name, parameter
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
