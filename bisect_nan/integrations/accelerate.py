@@ -31,8 +31,8 @@ def guard_for(
         optimizer: Its prepared optimizer.
         options: Further arguments of `Guard`.
     """
-    found = {"scaler": accelerator.scaler, **options}
-    return distributed.guard_for(accelerator.unwrap_model(model), optimizer_in(optimizer), **found)
+    options = {"scaler": accelerator.scaler, **options}
+    return distributed.guard_for(accelerator.unwrap_model(model), optimizer_in(optimizer), **options)
 
 
 def optimizer_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

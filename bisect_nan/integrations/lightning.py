@@ -55,7 +55,7 @@ class GuardCallback(lightning.Callback):
         self._close()
         for optimizer in trainer.optimizers:
             closures = ClosureFirst(optimizer)
-            guard = guard_for(pl_module, optimizer, **_mates(trainer, optimizer), **self._options)
+            guard = guard_for(pl_module, optimizer, **{**_mates(trainer, optimizer), **self._options})
             closures.follow()
             self._undo.callback(closures.remove)
             self._undo.callback(guard.close)

@@ -51,8 +51,8 @@ class GuardCallback(transformers.TrainerCallback):
         model, optimizer = trainer.model, trainer.optimizer
         assert model is not None
         assert optimizer is not None
-        found = {"scaler": trainer.accelerator.scaler, "scheduler": trainer.lr_scheduler}
-        guard = self._guard = guard_for(model, optimizer_in(optimizer), **found, **self._options)
+        options = {"scaler": trainer.accelerator.scaler, "scheduler": trainer.lr_scheduler, **self._options}
+        guard = self._guard = guard_for(model, optimizer_in(optimizer), **options)
         self._undo.callback(guard.close)
         self._undo.enter_context(replaced(trainer, compute_loss=_watched(trainer, guard)))
 

@@ -152,6 +152,14 @@ def test_manual_optimization(faulty: str) -> None:
     assert module.calls == 3
 
 
+@pytest.mark.parametrize("faulty", ["first", "second", "loss"])
+def test_manual_optimization_goes_on(faulty: str) -> None:
+    """Under `skip` the training goes to its end, and both networks stay finite."""
+    module = Manual(faulty, at=2)
+    assert fit(module, batches(4), on_fault="skip").global_step == 16
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
 def test_a_scaler_looks_for_its_scale() -> None:
     """Gradients beyond float16 that it leaves out are no fault; one that is bad without any scale is."""
     assert fit(Module(), batches(4), plugins=[scaled(2.0**30)]).precision_plugin.scaler.get_scale() < 2.0**30
