@@ -1,4 +1,4 @@
-"""The command line: `bisect-nan run`, `explain`, `causes` and `inspect`.
+"""The command line: `bisect-nan run`, `watch`, `explain`, `causes` and `inspect`.
 
 This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
 in a child process (see `bisect_nan.command.child`).
@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from bisect_nan.command import child
+from bisect_nan.command import child, watching
 from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
@@ -58,7 +58,15 @@ class Search(enum.StrEnum):
 def main() -> None:
     """Run the command line; the entry point of `bisect-nan`."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    app()
+    hook = sys.excepthook
+    try:
+        app()
+    except watching.Start as start:
+        script = start.script
+    else:
+        return
+    sys.excepthook = hook  # typer has set its own
+    watching.run(script)
 
 
 def _show_version(wanted: bool) -> None:
@@ -208,6 +216,9 @@ def inspect(
     except BisectNanError as error:
         _refuse(error)
     _show(to_renderable(snapshot, manifest, everything=verbose))
+
+
+app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
 
 
 def _attend(request: child.Request) -> int:

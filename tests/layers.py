@@ -9,8 +9,8 @@ _FOLDERS = (
         "A recorded step",
         "recording",
         (
-            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder"
-            " holdings shown state setting capture live"
+            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder naming"
+            " holdings shown state outcome setting capture live"
         ),
     ),
     (
@@ -55,11 +55,12 @@ _FOLDERS = (
             " vigil late guard"
         ),
     ),
+    ("A training script under watch", "watching", "graphs stream names suspects tape watch"),
     ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint tensors targets worker crash inspection meter checkpoints",
+        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
     ),
     ("What a user calls", "", "cli __main__"),
 )

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from steps import STEPS, applied
 from test_replay import all_targets, replayed, same, stretch_of
 
-from bisect_nan.recording.capture import Recording, record
+from bisect_nan.recording.capture import record
+from bisect_nan.recording.outcome import Recording
 from bisect_nan.replaying.dependence import Dependence
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from bisect_nan.finding import Phase
 from bisect_nan.finite import same
-from bisect_nan.recording.capture import Recording, record
+from bisect_nan.recording.capture import record
+from bisect_nan.recording.outcome import Recording
 from bisect_nan.recording.program import Node
 from bisect_nan.replaying.dependence import Dependence
 from bisect_nan.replaying.differentiable import Rerun, Types

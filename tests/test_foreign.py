@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -146,7 +147,7 @@ def test_prefixes_of_the_model() -> None:
     kept = {name: tensor for name, tensor in tied.state_dict().items() if name != "last.weight"}
     assert load_weights(tied, kept, "a.pt") == "Weights from a.pt."
     more = {f"model.{name}": tensor for name, tensor in kept.items()} | {"loss.scale": torch.ones(1)}
-    assert "1 other entries left out" in load_weights(tied, more, "a.pt")
+    assert "1 without it left out" in load_weights(tied, more, "a.pt")
     with pytest.raises(TargetError, match=r"Missing key\(s\): first.weight"):
         load_weights(tied, {"first.bias": torch.zeros(2), "last.bias": torch.zeros(2)}, "a.pt")
     with pytest.raises(TargetError, match=r"Unexpected key\(s\): depth"):
@@ -202,7 +203,9 @@ def trained(folder: Path) -> Path:
     ]
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": log}))
     generator = torch.Generator().manual_seed(7)
-    torch.save({"python": random.getstate(), "cpu": generator.get_state()}, path / "rng_state.pth")
+    numpy_state = np.random.get_state()  # noqa: NPY002  (as the Trainer does)
+    states = {"python": random.getstate(), "numpy": numpy_state, "cpu": generator.get_state()}
+    torch.save(states, path / "rng_state.pth")
     torch.save({"state": {}}, path / "optimizer.pt")
     return path
 
@@ -218,7 +221,7 @@ def test_a_folder_of_the_trainer(trained: Path, as_weights: bool) -> None:
         else load_target(trained, batch=batch, **options)
     )
     assert target.notes[1] == f"Weights from 2 files of {trained}."
-    assert target.notes[2] == "Random generators (torch, Python) as the checkpoint has them."
+    assert target.notes[2] == "Random generators (torch, Python, NumPy) as the checkpoint has them."
     snapshot = target.snapshot
     assert snapshot is not None
     assert snapshot.step_number == 500
@@ -262,6 +265,27 @@ def test_what_to_type_next(trained: Path) -> None:
     assert COMMAND.search(str(caught.value))[1] == command  # type: ignore[index]
 
 
+def test_a_loss_that_is_not_named() -> None:
+    """A pair for a model with one argument holds a target, so it is the loss that is missing."""
+    with pytest.raises(
+        TargetError, match=r"got shape \[2, 2\] from the model\nexpected: the loss, one number\ndo this: add --loss"
+    ):
+        load_target(saved((X, Y)), model="net:Net")
+
+
+def test_arrays_of_numpy() -> None:
+    """NumPy's arrays are read as tensors, also where the step or a score is one of its numbers."""
+    content = {"input": X.numpy(), "target": Y.numpy(), "step": np.int64(4), "best": np.float64(0.5)}
+    target = load_target(saved(content), model="net:Net", loss=MSE)
+    assert finding_of(target).verdict is Verdict.LOCATED
+    assert target.snapshot is not None
+    assert target.snapshot.step_number == 4
+    assert len(target.notes) == 2, "nothing was left out"
+    objects = np.array([Config()], dtype=object)
+    with pytest.raises(TargetError, match="which cannot be read"):
+        load_target(saved({"input": objects}), model="net:Net")
+
+
 def test_the_loss_alone() -> None:
     """With an output and a target but no model, the loss is run on them, gradient included."""
     output = torch.tensor([[0.5, 0.0], [1.0, 2.0]])
@@ -287,8 +311,20 @@ def test_bad_inputs_need_no_model() -> None:
         assert (finding.culprit.phase, finding.culprit.cause) == (Phase.INPUT, "input_nonfinite")
         assert finding.culprit.samples == (1,)
         assert Finding.from_dict(finding.to_dict()) == finding
+    mask = X.masked_fill(X > 2, float("-inf"))
+    with pytest.raises(TargetError, match="without a model"):
+        load_target(saved({"input": {"x": X, "mask": mask}, "target": Y}))
     with pytest.raises(TargetError, match=r"in which output is bad .*, and the input is not\nexpected: the model"):
         load_target(saved({"input": X, "output": bad, "target": Y}), loss="net:loss")
+
+
+def test_bad_weights_need_no_model() -> None:
+    """A checkpoint that was saved after the fault is told by its first bad weight."""
+    weights = state("model.")
+    weights["model.body.2.bias"] = torch.tensor([1.0, float("nan")])
+    finding = finding_of(load_target(saved({"state_dict": weights, "epoch": 3}, "last.ckpt")))
+    assert finding.culprit is not None
+    assert (finding.culprit.cause, finding.culprit.name) == ("parameter_nonfinite", "model.body.2.bias")
 
 
 @pytest.mark.parametrize(

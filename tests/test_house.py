@@ -57,6 +57,10 @@ INTERNALS = {
     "loop.assurance": {"_optimizer_step_pre_hooks"},
     # What sees a call before it is made.
     "integrations.distributed": {"_python_dispatch"},
+    # The stack of dispatch modes, at the bottom of which a script is watched; the mode's wrapper against compilation.
+    "watching.stream": {"_C", "_len_torch_dispatch_stack", "_pop_mode", "_push_mode", "_python_dispatch"},
+    # What the iterators of data loaders have in common.
+    "watching.names": {"_BaseDataLoaderIter"},
     # What keeps `cond` from being compiled.
     "recording.setting": {"_C", "_dispatch_cache"},
 }

@@ -14,7 +14,8 @@ from steps import STEPS, Case
 
 from bisect_nan.errors import ReplayError
 from bisect_nan.finite import same
-from bisect_nan.recording.capture import Recording, record, scalar_loss
+from bisect_nan.recording.capture import record, scalar_loss
+from bisect_nan.recording.outcome import Recording
 from bisect_nan.replaying.dependence import Dependence
 from bisect_nan.replaying.replay import Executed, Run, as_recorded, own_generator
 from bisect_nan.replaying.stretch import Stretch

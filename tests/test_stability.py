@@ -11,7 +11,7 @@ from torch import nn
 
 from bisect_nan import Snapshot, Verdict, locate
 from bisect_nan.finding import Symptom
-from bisect_nan.recording.capture import Observed
+from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.setting import is_compiled
 from bisect_nan.replaying import stability
 from bisect_nan.replaying.dependence import Dependence

@@ -212,7 +212,7 @@ def test_a_repaired_loss_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message is the report with the input and the command to type; with an epsilon the same search finds nothing."""
     found = failure(dice, CHANCES, BINARY)
     text = str(found)
-    assert text.startswith("dice after ")
+    assert text.startswith("got a legal input that dice fails on, the smallest of ")
     assert "\n  target = torch.full((1, 4), 0.0, dtype=torch.float32)\n\nerror[zero_over_zero]: `div` made" in text
     assert text.endswith(f"do this: bisect-nan run {found.case}")
     monkeypatch.setattr(sys.modules[__name__], "EPSILON", 1e-6)

@@ -11,7 +11,8 @@ from test_replay import all_targets, replayed, same
 from torch import nn
 from torch.nn import functional
 
-from bisect_nan.recording.capture import Recording, record
+from bisect_nan.recording.capture import record
+from bisect_nan.recording.outcome import Recording
 
 
 @pytest.fixture

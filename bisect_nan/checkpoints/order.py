@@ -9,6 +9,9 @@ from pathlib import Path
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
+_NO_WEIGHTS = ("training_args", "rng_state", "random_states", "scheduler", "scaler")
+"""Starts of the names of files that stand beside weights and hold none."""
+
 _NUMBER = r"[\W_]*(\d+)(?![\d.]*\d)"
 _UNITS = {
     "step": re.compile(rf"(?:steps?|iter|iteration|(?<![a-z])it|checkpoint|ckpt|update|batch){_NUMBER}", re.IGNORECASE),
@@ -68,7 +71,11 @@ def files_of(checkpoint: Path) -> list[Path]:
     """Return the files of tensors of one checkpoint: the file itself, or all that its folder holds at any depth."""
     if checkpoint.is_file():
         return _shards(checkpoint) or [checkpoint]
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.suffix in SUFFIXES)
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and _holds_weights(path))
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in SUFFIXES and not file.name.startswith((".", *_NO_WEIGHTS))
 
 
 def is_shard(file: Path) -> bool:
@@ -88,7 +95,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.name.startswith("."):
             found += [path] if files_of(path) else []
-        elif path.is_file() and path.suffix in SUFFIXES and not path.name.startswith("."):
+        elif path.is_file() and _holds_weights(path):
             whole = f"{match[1]}{path.suffix}" if (match := _SHARD.match(path.stem)) else path.name
             if whole not in known:
                 known.add(whole)

@@ -21,9 +21,6 @@ from bisect_nan.prevention.check import Check, Spoiled
 from bisect_nan.prevention.meant import is_meant, kind_in_file
 from bisect_nan.strict_json import parse
 
-_NO_WEIGHTS = ("training_args", "rng_state", "random_states", "scheduler", "scaler")
-"""Starts of the names of files that stand beside weights and hold none, often as pickled objects."""
-
 _NO_STATE = {"callbacks", "loops", "lr_schedulers", "hyper_parameters", "hparams_name", "datamodule_hyper_parameters"}
 """Keys of Lightning's checkpoints that hold no state of the model or the optimizer: the best score starts as an infinity."""
 
@@ -43,10 +40,8 @@ def read(checkpoint: Path) -> Check:
     Raises:
         CheckpointError: A file is damaged or missing, or there is no tensor.
     """
-    files = [file for file in files_of(checkpoint) if not file.name.startswith(_NO_WEIGHTS)]
+    files = files_of(checkpoint)
     _require_all(checkpoint, files)
-    if not files:
-        raise CheckpointError(f"got {checkpoint.name} without a file of weights", "weights", "skip it")
     count = 0
     bad: list[Spoiled] = []
     meant: list[Spoiled] = []

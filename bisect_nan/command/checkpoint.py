@@ -28,6 +28,9 @@ _GENERATORS = ("rng_state.pth", "rng_state_0.pth")
 _NAMES = {"loss": "loss", "grad_norm": "gradient_norm"}
 """What the Trainer calls numbers of a step, and what a snapshot's history does."""
 
+_CALLED = {"cpu": "torch", "cuda": "CUDA", "python": "Python", "numpy": "NumPy"}
+"""Under which names the Trainer keeps the states of random generators, and whose they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -38,7 +41,7 @@ class Checkpoint:
         origin: Where the weights lie, for messages.
         step: Number of the step, or None.
         history: Numbers of the steps before.
-        generators: Which of torch's and Python's random generators are put back to which state, by name.
+        generators: States of random generators, by the names in `_CALLED`.
         notes: What was left out, each a sentence.
     """
 
@@ -52,11 +55,16 @@ class Checkpoint:
     def seed(self) -> str:
         """Put random generators back to where the checkpoint has them; return a sentence, or "" when it has none."""
         done = []
-        for name, restore in (("cpu", torch.set_rng_state), ("cuda", _seed_cuda), ("python", random.setstate)):
+        for name, restore in (
+            ("cpu", torch.set_rng_state),
+            ("cuda", _seed_cuda),
+            ("python", random.setstate),
+            ("numpy", _seed_numpy),
+        ):
             try:
                 if name in self.generators:
                     restore(self.generators[name])
-                    done.append({"cpu": "torch", "python": "Python"}.get(name, name))
+                    done.append(_CALLED[name])
             except (TypeError, ValueError, RuntimeError):  # of another release, or of another kind of device
                 continue
         return f"Random generators ({', '.join(done)}) as the checkpoint has them." if done else ""
@@ -168,3 +176,10 @@ def _seed_cuda(state: Any) -> None:
     else:
         message = f"no CUDA on {sys.platform}"
         raise RuntimeError(message)
+
+
+def _seed_numpy(state: Any) -> None:
+    import numpy as np  # noqa: PLC0415  (without it, there is no such state)
+
+    name, keys, *rest = state
+    np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002  (the generator that unseeded code draws from)

@@ -1,11 +1,12 @@
 """Reads what people save with `torch.save` or as safetensors; nothing in such a file is executed.
 
-Checkpoints often hold objects beside tensors: a configuration, an enum, a NumPy scalar. With `weights_only=True` torch refuses
+Checkpoints often hold objects beside tensors: a configuration, an enum. With `weights_only=True` torch refuses
 such a file as a whole. Here those objects come out as empty stand-ins, and the tensors can be used.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -13,9 +14,14 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map_only
 
 from bisect_nan.errors import TargetError
 from bisect_nan.snapshots.manifest import KEY
+
+np: Any = None  # where it is not installed, there is none of its arrays to be read
+with contextlib.suppress(ImportError):
+    import numpy as np
 
 _EXPECTED = "tensors, numbers, strings, lists and dictionaries, which torch.load reads with weights_only=True"
 
@@ -57,9 +63,11 @@ def read(path: Path, device: str) -> tuple[Any, tuple[str, ...]]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path, device=device), ()
-        unknown = _unknown(path)
-        with torch.serialization.safe_globals([(StandIn, name) for name in unknown]):
-            return torch.load(path, map_location=device, weights_only=True), tuple(unknown)
+        arrays = _array_types()
+        with torch.serialization.safe_globals(arrays):
+            unknown = _unknown(path)
+        with torch.serialization.safe_globals([*arrays, *((StandIn, name) for name in unknown)]):
+            return _as_tensors(torch.load(path, map_location=device, weights_only=True), device), tuple(unknown)
     except Exception as error:  # Each reader has errors of its own, and they all mean this.
         if unknown:
             problem = f"it holds objects of {', '.join(unknown)}, which are not loaded, for loading them would run code"
@@ -95,6 +103,25 @@ def _unknown(path: Path) -> list[str]:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except (ValueError, RuntimeError):  # A file in torch's old format, or none of torch's at all.
         return []
+
+
+def _array_types() -> list[Any]:
+    """Return what NumPy's numbers and arrays of numbers are made of; the Trainer of transformers loads these, too."""
+    if np is None:
+        return []
+    array, number = np.zeros(0), np.float64(0)
+    rebuild, scalar = array.__reduce__()[0], number.__reduce__()[0]
+    dtypes = {type(np.dtype(kind)) for kind in np.typecodes["AllFloat"] + np.typecodes["AllInteger"] + "?"}
+    old = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (rebuild, scalar)]  # before NumPy 2
+    return [np.ndarray, np.dtype, rebuild, scalar, *old, *dtypes]
+
+
+def _as_tensors(content: Any, device: str) -> Any:
+    """Return content with NumPy's arrays as tensors and its numbers as Python's."""
+    if np is None:
+        return content
+    content = tree_map_only(np.ndarray, lambda array: torch.from_numpy(array.copy()).to(device), content)
+    return tree_map_only(np.generic, lambda number: number.item(), content)
 
 
 def _kind(path: Path) -> str:

@@ -84,9 +84,12 @@ def roles(saved: Any, model: nn.Module, path: Path, *, scored: bool) -> Roles:
     Raises:
         TargetError: There is no input, or no target where one is needed.
     """
-    values = flat(saved, scored=scored)
-    target = key_of(values, TARGET_KEYS) if scored else ""
     arguments = _arguments(model)
+    surplus = isinstance(saved, list | tuple) and len(saved) > max(
+        1, len(arguments)
+    )  # a target whose loss is not named yet
+    values = flat(saved, scored=scored or surplus)
+    target = key_of(values, TARGET_KEYS) if scored else ""
     others = {key: value for key, value in values.items() if key != target and _holds_tensors(value)}
     keywords = tuple(key for key in arguments if key in others)
     positional = ""

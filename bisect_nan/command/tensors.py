@@ -18,15 +18,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bisect_nan import finite
-from bisect_nan.causes.state import INPUT_NONFINITE
 from bisect_nan.command.checkpoint import Checkpoint, architecture, left_out, of_content, open_checkpoint
 from bisect_nan.command.child import Request
 from bisect_nan.command.reading import read, step_number
 from bisect_nan.command.roles import INPUT_KEYS, OUTPUT_KEYS, TARGET_KEYS, Roles, flat, key_of, roles
+from bisect_nan.command.stored import bad_already
 from bisect_nan.command.user_code import named, user_code
 from bisect_nan.command.weights import load_weights
 from bisect_nan.errors import TargetError
-from bisect_nan.finding import Culprit, Finding, Phase, Symptom, Verdict
+from bisect_nan.finding import Finding, Phase
 from bisect_nan.snapshots.snapshot import Snapshot
 
 
@@ -67,6 +67,12 @@ def capture_tensors(request: Request) -> Captured:
     """
     saved = _open(request)
     if saved.content is None:
+        weights = {
+            key: value for key, value in (saved.checkpoint.state or {}).items() if isinstance(value, torch.Tensor)
+        }
+        finding = bad_already(weights, Phase.PARAMETER)
+        if finding is not None:
+            return Captured(None, finding, (f"Looked only for NaN in the weights of {saved.checkpoint.origin}.",))
         do = f'torch.save({{"input": ..., "target": ...}}, "batch.pt") of the failing step, then {_command(request, batch="batch.pt")}'
         raise TargetError(
             f"got {request.target}, which holds weights and no batch", "the batch of the failing step, too", do
@@ -119,9 +125,11 @@ def _without_model(request: Request, saved: _Saved) -> Captured:
     values = flat(saved.content, scored=True)
     output, target = key_of(values, OUTPUT_KEYS), key_of(values, TARGET_KEYS)
     given = {key: value for key, value in values.items() if key_of({key: 0}, (*INPUT_KEYS, *TARGET_KEYS))}
-    finding = _bad_input(given)
+    finding = bad_already(
+        {f"batch['{key}']": tensor for key, value in given.items() for tensor in _tensors(value)}, Phase.INPUT
+    )
     if finding is not None:
-        return Captured(None, finding, (f"Looked only for bad values in {', '.join(given)} of {saved.path}.",))
+        return Captured(None, finding, (f"Looked only for NaN in {', '.join(given)} of {saved.path}.",))
     command = _command(
         request, model="module:callable", weights="" if saved.checkpoint.state else "FILE", loss="module:callable"
     )
@@ -156,11 +164,8 @@ def _capture(
         result = _loss_in(output) if loss is None else loss(_prediction(output), batch[found.target])
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            do = (
-                f"let {name} return one number"
-                if name
-                else "add --loss module:callable, called as loss(output, target)"
-            )
+            command = _command(request, loss="module:callable")
+            do = f"let {name} return one number" if name else f"add --loss, called as loss(output, target): {command}"
             raise TargetError(f"got {got} from {name or 'the model'}", "the loss, one number", do)
         return result
 
@@ -173,28 +178,6 @@ def _capture(
             history=saved.checkpoint.history,
             step_number=saved.checkpoint.step if number is None else number,
         )
-
-
-def _bad_input(values: Mapping[str, Any]) -> Finding | None:
-    """Return the finding that a saved input or target holds bad values, or None."""
-    for key, value in values.items():
-        for tensor in _tensors(value):
-            kinds = finite.kinds(tensor)
-            if kinds:
-                name = f"batch['{key}']"
-                mask = finite.mask(tensor)
-                summary = finite.summarise(tensor, name)
-                rows = tuple(mask.flatten(1).any(1).nonzero().flatten().tolist()) if mask.dim() > 1 else ()
-                cause = INPUT_NONFINITE
-                culprit = Culprit(
-                    *(Phase.INPUT, cause.name, cause.summary, 1.0, "", "", None, -1, name, None, "", ()),
-                    outputs=(summary,),
-                    element=summary.first or (),
-                    samples=rows,
-                    help=cause.help,
-                )
-                return Finding(Verdict.LOCATED, Symptom("input", name, tuple(finite.labels(kinds))), (culprit,))
-    return None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], origin: str) -> str
     if prefix:
         others = len([key for key in plain if not key.startswith(prefix)])
         plain = {key.removeprefix(prefix): value for key, value in plain.items() if key.startswith(prefix)}
-        done.append(f"`{prefix}` taken off every name" + (f", {others} other entries left out" if others else ""))
+        done.append(f"`{prefix}` taken off every name" + (f", {others} without it left out" if others else ""))
     else:
         inner = _prefix(set(plain), set(bare))
     if inner and all(key.startswith(inner) for key in bare):

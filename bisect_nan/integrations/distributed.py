@@ -4,7 +4,7 @@ The protocol, with `DistributedDataParallel` (DDP):
 
 1. A healthy step exchanges nothing. A bad loss on one rank is not told there and then, because the others wait for this rank's
    gradients: its gradients are made NaN (a bad loss alone need not make them so), the backward pass runs, and the all-reduce carries
-   the news. It leaves the same gradients on all ranks, whatever made them bad, and in all of them only there.
+   the news: it leaves the same gradients on all ranks.
 2. So all ranks find bad gradients in the same step, before the update, and do the same about them.
 3. Each runs its own step again, alone: DDP's forward is that of the module within it, so that no buffers are broadcast and its reducer
    waits for nothing; a step that talks to other processes by itself (`SyncBatchNorm` does) is refused, as they might not answer.
@@ -40,7 +40,8 @@ from bisect_nan.loop.incident import Call, Incident, Update
 from bisect_nan.loop.late import LateVigil
 from bisect_nan.loop.recovery import OnFault
 from bisect_nan.loop.vigil import Vigil
-from bisect_nan.recording.capture import Observed, Step, scalar_loss
+from bisect_nan.recording.capture import Step, scalar_loss
+from bisect_nan.recording.outcome import Observed
 from bisect_nan.snapshots.snapshot import Snapshot
 
 _COLLECTIVES = "c10d", "_c10d_functional", "c10d_functional"

@@ -19,8 +19,8 @@ from bisect_nan.loop.mistakes import Mistake, Mistakes
 from bisect_nan.loop.recovery import OnFault, Recovery
 from bisect_nan.loop.shelf import Shelf
 from bisect_nan.loop.training import Training
-from bisect_nan.recording.capture import Observed
 from bisect_nan.recording.live import uncounted
+from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.state import Surroundings, buffers
 
 logger = logging.getLogger("bisect_nan")

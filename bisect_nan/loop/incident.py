@@ -16,8 +16,9 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.loop.healthy import HealthyState
 from bisect_nan.loop.modes import Modes
 from bisect_nan.loop.training import Training
-from bisect_nan.recording.capture import Observed, Step, scalar_loss
+from bisect_nan.recording.capture import Step, scalar_loss
 from bisect_nan.recording.live import counts
+from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.state import Surroundings, buffers
 from bisect_nan.snapshots.snapshot import Snapshot
 

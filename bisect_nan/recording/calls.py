@@ -49,6 +49,10 @@ class Call(NamedTuple):
     source: SourceLine | None
     grad: bool
 
+    def in_phase(self, phase: Phase) -> Call:
+        """Return the call as one of another phase."""
+        return self._replace(phase=phase)
+
     def has_derivative(self, name: str) -> bool:
         """Whether an autograd node of this name (`SoftmaxBackward0`) can be the call's derivative."""
         operator = self.target._schema.name.partition("::")[2]

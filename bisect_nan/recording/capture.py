@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_flatten_with_path, keystr
 
 from bisect_nan import finite
 from bisect_nan.errors import RecordingError
-from bisect_nan.finding import Phase, Symptom
-from bisect_nan.recording.frontiers import Frontier
-from bisect_nan.recording.program import Program, Targets
+from bisect_nan.finding import Phase
+from bisect_nan.recording.naming import batch_tensors, name_batch, name_tensors
+from bisect_nan.recording.outcome import Recording, Update, outcome
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.setting import eager, hooks_noticed, module_paths, old_objects_left_alone
-from bisect_nan.recording.state import Surroundings, named_parameters, optimizer_tensors
+from bisect_nan.recording.state import Surroundings, named_parameters
 
 Step = Callable[[Any, Any], Any]
 """`step(model, batch) -> loss`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A target that came out non-finite in the recording.
-
-    Attributes:
-        symptom: What a user reads.
-        names: All non-finite targets of this kind, the one that was finished first in front.
-        tensor: The first one's content, bit for bit.
-    """
-
-    symptom: Symptom
-    names: tuple[str, ...]
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One recorded step.
-
-    Attributes:
-        program: What was executed.
-        tensors: The placeholders' tensors by value number, holding what they held before the step.
-        observed: What came out non-finite; None for a clean step.
-        loss: The loss.
-        frontiers: What was alive in the middle of a step that came out non-finite, the latest last.
-    """
-
-    program: Program
-    tensors: Mapping[int, torch.Tensor]
-    observed: Observed | None
-    loss: float
-    frontiers: tuple[Frontier, ...] = ()
 
 
 def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontiers: bool = False) -> Recording:
@@ -77,10 +42,11 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
     """
     recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
-        _name_tensors(recorder, model, batch)
         leaves, held = _gradient_leaves(model, batch), _buffers(model)
         for leaf in leaves.values():
             leaf.grad = None
+        name_tensors(recorder, _parameters(model), _buffers(model))
+        name_batch(recorder, batch)
         with (
             eager(),
             old_objects_left_alone(),
@@ -108,33 +74,10 @@ def record_update(model: Any, optimizer: torch.optim.Optimizer, loss: float, *ar
     """
     recorder, surroundings = Recorder(), Surroundings(model, optimizer)
     try:
-        parameters, held = named_parameters(model, optimizer), _buffers(model)
-        _name_tensors(recorder, model, None)
-        for name, parameter in parameters.items():
-            recorder.values.name(parameter, Phase.PARAMETER, name)
-            if parameter.grad is not None:
-                recorder.values.name(parameter.grad, Phase.INPUT, f"gradient of {name}")
-        for name, tensor in optimizer_tensors(optimizer):
-            recorder.values.name(tensor, Phase.OPTIMIZER, name)
-        before = _nonfinite(dict(optimizer_tensors(optimizer)))
-        recorder.phase = Phase.OPTIMIZER
+        update = Update(recorder, optimizer, named_parameters(model, optimizer), _buffers(model))
         with eager(), old_objects_left_alone(), module_paths(model, recorder.modules), recorder:
             optimizer.step(*args, **kwargs)
-        values = recorder.values
-        parameters, buffers = _written(recorder, parameters), _written(recorder, _buffers(model), held)
-        state = {name: tensor for name, tensor in optimizer_tensors(optimizer) if values.seen(tensor)}
-        targets = Targets(
-            parameters={name: recorder.number(parameter) for name, parameter in parameters.items()},
-            buffers={name: recorder.number(buffer) for name, buffer in buffers.items()},
-            optimizer={name: recorder.number(tensor) for name, tensor in state.items()},
-        )
-        kind, found = "parameter", _spoiled(recorder, parameters)
-        if not found:
-            kind, found = "optimizer", {name: t for name, t in _nonfinite(state).items() if name not in before}
-        if not found:
-            kind, found = "buffer", _spoiled(recorder, buffers, held)
-        program = recorder.finish(targets)
-        return Recording(program, dict(values.tensors), _observed(program, kind, found), loss)
+        return update.outcome(loss, _buffers(model))
     finally:
         recorder.restore()
         surroundings.restore()
@@ -150,34 +93,23 @@ def _run(
     *,
     backward: bool,
 ) -> Recording:
-    values = recorder.values
     with recorder:
         loss = scalar_loss(step())
-    number = recorder.number(loss)
-    targets, kind = Targets(number), "loss"
+    recorder.number(loss)
     left = [leaf for leaf in leaves.values() if leaf.grad is not None]  # gradients that the step itself made
-    found = {"loss": loss.detach()} if finite.kinds(loss.detach()) else {}
-    if found and backward and loss.requires_grad and recorder.applications:
+    bad, gradients = bool(finite.kinds(loss.detach())), dict[str, torch.Tensor]()
+    if bad and backward and loss.requires_grad and recorder.applications:
         _record_backward_code(recorder, loss)
-    elif not found and backward and loss.requires_grad:
+    elif not bad and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
         recorder.frontiers.bound()
         with recorder:
             torch.autograd.backward(loss)
-        leaves = {**leaves, **values.leaves}
+        leaves = {**leaves, **recorder.values.leaves}
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        targets = Targets(number, {name: recorder.number(gradient) for name, gradient in gradients.items()})
-        kind, found = "gradient", _nonfinite(gradients)
-    if not found:
-        written = _written(recorder, _buffers(model), held)
-        targets = Targets(
-            number, targets.gradients, {name: recorder.number(buffer) for name, buffer in written.items()}
-        )
-        kind, found = "buffer", _spoiled(recorder, written, held)
-    program = recorder.finish(replace(targets, hooked=bool(hooks or left or recorder.unfollowed)))
-    observed = _observed(program, kind, found)
-    frontiers = () if observed is None else recorder.frontiers.of(program)
-    return Recording(program, dict(values.tensors), observed, float(loss.detach()), frontiers)
+    found = outcome(recorder, loss, gradients, _buffers(model), held=held, hooked=bool(hooks or left))
+    frontiers = () if found.observed is None else recorder.frontiers.of(found.program)
+    return replace(found, frontiers=frontiers)
 
 
 def _record_backward_code(recorder: Recorder, loss: torch.Tensor) -> None:
@@ -211,48 +143,6 @@ def scalar_loss(result: Any) -> torch.Tensor:
     )
 
 
-def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if not finite.probe(tensors.values()):
-        return {}
-    return {name: tensor for name, tensor in tensors.items() if finite.probe([tensor])}
-
-
-def _written(
-    recorder: Recorder, tensors: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Return those tensors that the recorded calls wrote to, and those in the place of others, which were `held` before."""
-    values, before = recorder.values, tensors if held is None else held
-
-    def changed(name: str, tensor: torch.Tensor) -> bool:
-        return values.wrote(tensor) or (tensor is not before.get(name) and values.seen(tensor))
-
-    return {name: tensor.detach() for name, tensor in tensors.items() if changed(name, tensor)}
-
-
-def _spoiled(
-    recorder: Recorder, written: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the non-finite ones among written tensors that were finite before."""
-    before = written if held is None else {**written, **held}
-    return {n: t for n, t in _nonfinite(written).items() if not finite.probe([recorder.values.before(before[n])])}
-
-
-def _observed(program: Program, kind: str, found: Mapping[str, torch.Tensor]) -> Observed | None:
-    """Keep the non-finite target that was finished first: nothing between the fault and it had to run on."""
-    if not found:
-        return None
-    made: dict[int, int] = {}
-    for node in program.nodes:
-        for value in [*node.outputs, *node.written]:
-            if value is not None:
-                made[value] = node.index
-    numbers = program.targets.of(kind)
-    names = sorted(found, key=lambda name: made.get(numbers[name], -1))
-    first = found[names[0]].detach().clone()
-    labels = tuple(finite.labels(finite.kinds(first)))
-    return Observed(Symptom(kind, names[0], labels, len(names) - 1), tuple(names), first)
-
-
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
 
@@ -265,25 +155,8 @@ def _gradient_leaves(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that the backward pass leaves gradients in, by name; one under two names once."""
     leaves = _parameters(model)
     known = {id(leaf) for leaf in leaves.values()}
-    for name, leaf in _batch_tensors(batch):
+    for name, leaf in batch_tensors(batch):
         if leaf.requires_grad and leaf.is_leaf and id(leaf) not in known:
             known.add(id(leaf))
             leaves[name] = leaf
     return leaves
-
-
-def _name_tensors(recorder: Recorder, model: Any, batch: Any) -> None:
-    name_it = recorder.values.name
-    for name, parameter in _parameters(model).items():
-        name_it(parameter, Phase.PARAMETER, name)
-    if isinstance(model, nn.Module):
-        for name, buffer in model.named_buffers():
-            name_it(buffer, Phase.BUFFER, name)
-    for name, leaf in _batch_tensors(batch):
-        name_it(leaf, Phase.INPUT, name)
-
-
-def _batch_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch with their path: `batch['labels']['depth']`."""
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    return ((f"batch{pytree.keystr(path)}", leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor))

@@ -19,6 +19,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _ENTRIES = {
     str(Path(torch.__file__).parent / "autograd" / "graph.py"): (_ENGINE, "_engine_run_backward"),
     str(Path(__file__).with_name("capture.py")): (_RECORDING, "_run"),
+    str(Path(__file__).parents[1] / "watching" / "tape.py"): (_RECORDING, "run_backward"),
 }
 """Files with a function behind which no line of the step is found: deeper frames run in backward, or are the recording's own.
 

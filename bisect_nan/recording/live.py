@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves  # torch 2.6 to 2.13
 
-from bisect_nan.recording.capture import Recording
+from bisect_nan.recording.outcome import Recording
 from bisect_nan.recording.state import optimizer_tensors
 
 

@@ -37,6 +37,7 @@ _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _clock, _thread = time.perf_counter, threading.get_ident
 _NOTHING_ELSE = Effects()
+_TRAITS: dict[Any, Traits] = {}  # of every overload that any recording has met
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotations
@@ -64,7 +65,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.modules: list[str] = []
         self.values = Values()
         self.calls: list[Call] = []
-        self._traits: dict[Any, Traits] = {}
         self._uninitialized = Uninitialized(self.values)
         # thread and number of an autograd node -> call that it differentiates
         self._forwards: dict[tuple[int, int], int] = {}
@@ -87,11 +87,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         kwargs = kwargs or {}
         if types and any(kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__ for kind in types):
             return self._run_on_subclass(func, types, args, kwargs)
-        traits = self._traits.get(func)
+        traits = _TRAITS.get(func)
         if traits is None:
             if not isinstance(func, torch._ops.OpOverload):
                 return self._run_higher_order(func, args, kwargs)
-            traits = self._traits[func] = Traits.of(func)
+            traits = _TRAITS[func] = Traits.of(func)
         return self._move(func, args, kwargs) if traits.moves else self._run(func, traits, args, kwargs)
 
     def _run(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,37 @@ from torch import nn
 
 @contextlib.contextmanager
 def module_paths(model: Any, stack: list[str]) -> Iterator[None]:
+    """Keep the path of the running module on top of `stack`; modules outside of `model` have that of their caller."""
+    paths = {module: name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+    with modules_followed(paths, stack):
+        yield
+
+
+@contextlib.contextmanager
+def modules_followed(
+    paths: Mapping[nn.Module, str], stack: list[str], outermost: Callable[[nn.Module], None] | None = None
+) -> Iterator[None]:
     """Keep the path of the running module on top of `stack`.
 
     A layer of torch without parts of its own that a module of the user's calls belongs to the calling line, and so to its module.
 
     `nn.Module.__call__` is replaced meanwhile, as `torch.fx.Tracer` does it: hooks would keep modules from their fast paths.
+
+    Args:
+        paths: The path of every known module; others have that of their caller.
+        stack: The paths of the running modules, the innermost last.
+        outermost: Told about every module that no other module has called, before it runs.
     """
-    paths = {id(module): name for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
     users: list[bool] = []  # whether each running module is the user's own class
     plain = nn.Module.__call__
 
     @functools.wraps(plain)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if outermost is not None and not users:
+            outermost(module)
         caller, library = stack[-1] if stack else "", type(module).__module__.startswith("torch.")
         part_of_line = library and users[-1:] == [True] and next(module.children(), None) is None
-        stack.append(caller if part_of_line else paths.get(id(module), caller))
+        stack.append(caller if part_of_line else paths.get(module, caller))
         users.append(not library)
         try:
             return plain(module, *args, **kwargs)
@@ -86,9 +102,7 @@ def hooks_noticed(model: Any, leaves: Iterable[torch.Tensor]) -> Iterator[list[o
 
     Hooks on saved tensors count as well, those of torch's checkpoints left out.
     """
-    marks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
-    parts = [*leaves, *(model.modules() if isinstance(model, nn.Module) else ())]
-    hooked: list[object] = [part for part in parts if any(getattr(part, mark, None) for mark in marks)]
+    hooked: list[object] = hooked_parts([*leaves, *(model.modules() if isinstance(model, nn.Module) else ())])
     register, saving = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks
     enter = saving.__enter__
 
@@ -108,6 +122,12 @@ def hooks_noticed(model: Any, leaves: Iterable[torch.Tensor]) -> Iterator[list[o
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
         saving.__enter__ = enter  # type: ignore[method-assign]
+
+
+def hooked_parts(parts: Iterable[object]) -> list[object]:
+    """Return those of some tensors and modules that have hooks which can change gradients."""
+    marks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
+    return [part for part in parts if any(getattr(part, mark, None) for mark in marks)]
 
 
 def is_compiled(model: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bisect_nan.finding import Phase, Symptom
-from bisect_nan.recording.capture import Observed
+from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.program import NO_STORAGE, Placeholder, Program, Targets
 from bisect_nan.snapshots import encoding, relocation, storages
 from bisect_nan.snapshots.arguments import device

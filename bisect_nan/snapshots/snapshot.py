@@ -19,6 +19,7 @@ from bisect_nan.errors import SnapshotError
 from bisect_nan.recording import capture as capturing
 from bisect_nan.recording.frontiers import Frontier
 from bisect_nan.recording.live import Live, watch
+from bisect_nan.recording.outcome import Observed, Recording
 from bisect_nan.recording.program import Program
 from bisect_nan.recording.setting import is_compiled
 from bisect_nan.snapshots import relocation, storages
@@ -45,7 +46,7 @@ class Snapshot:
     """
 
     program: Program
-    observed: capturing.Observed | None
+    observed: Observed | None
     loss: float
     environment: Environment
     _tensors: Mapping[int, torch.Tensor] = field(repr=False)
@@ -84,7 +85,7 @@ class Snapshot:
         """
         recording = capturing.record(model, batch, step, backward=backward, frontiers=frontiers)
         live = watch(recording, model, batch)
-        return cls._of(recording, live, history, step_number, compiled=is_compiled(model))
+        return cls.of(recording, live, history, step_number, compiled=is_compiled(model))
 
     @classmethod
     def capture_update(
@@ -112,18 +113,27 @@ class Snapshot:
             RecordingError: The update cannot be recorded.
         """
         recording = capturing.record_update(model, optimizer, loss, *args, **kwargs)
-        return cls._of(recording, watch(recording, model, optimizer=optimizer), history, step_number)
+        return cls.of(recording, watch(recording, model, optimizer=optimizer), history, step_number)
 
     @classmethod
-    def _of(
+    def of(
         cls,
-        recording: capturing.Recording,
-        live: tuple[Live, ...],
-        history: Sequence[Mapping[str, float]],
-        step_number: int | None,
+        recording: Recording,
+        live: tuple[Live, ...] = (),
+        history: Sequence[Mapping[str, float]] = (),
+        step_number: int | None = None,
         *,
         compiled: bool = False,
     ) -> Self:
+        """Return the snapshot of a recording.
+
+        Args:
+            recording: The recorded step.
+            live: Tensors of the running training that it refers to.
+            history: Numbers of the steps before.
+            step_number: Number of this step.
+            compiled: Whether the model runs under `torch.compile`.
+        """
         return cls(
             program=recording.program,
             observed=recording.observed,

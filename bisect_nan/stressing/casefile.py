@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from bisect_nan import finite
+
 _LARGEST = 1000
 """Elements of a tensor that is still written down; a constant one may have any number."""
 
@@ -103,8 +105,9 @@ def _tensor(tensor: torch.Tensor) -> str:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return f"torch.zeros({tuple(tensor.shape)}, {options})"
-    if tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
-        return f"torch.full({tuple(tensor.shape)}, {tensor.flatten()[0].item()!r}, {options})"
+    first = tensor.flatten()[0].item()
+    if tensor.numel() > 1 and finite.same(tensor, torch.full_like(tensor, first)):
+        return f"torch.full({tuple(tensor.shape)}, {first!r}, {options})"
     if tensor.numel() > _LARGEST:
         raise NoText
     return f"torch.tensor({tensor.tolist()!r}, {options})"
@@ -164,7 +167,7 @@ class _Writer:
             text = textwrap.dedent(inspect.getsource(function)).rstrip()
         except (OSError, TypeError) as error:
             raise NoText from error
-        if not text.startswith("def "):  # A lambda in the middle of a line, or a decorator that would run.
+        if not text.startswith(f"def {function.__name__}("):  # A lambda in a line, a decorator, or what one returned.
             raise NoText
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         known = {**vars(builtins), **function.__globals__, **{name: cell.cell_contents for name, cell in cells}}

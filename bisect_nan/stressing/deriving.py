@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.nn import functional
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves, tree_map_only
 
 from bisect_nan import strategies
@@ -60,7 +61,7 @@ def _strategy(value: Any, rows: st.SearchStrategy[int] | None) -> st.SearchStrat
 def _like(example: torch.Tensor, shape: Sequence[Size], *, requires_grad: bool) -> st.SearchStrategy[torch.Tensor]:
     """Return the strategy of tensors of an example's kind.
 
-    Numbers that are all 0 and 1 stay so; so do probabilities, distributions, and numbers that are never negative. Whole
+    Numbers that are all 0 and 1 stay so, and one-hot; so do probabilities, distributions, and numbers that are never negative. Whole
     numbers keep their range, and a single negative one among them is a mark (`ignore_index`).
     """
     dtype = example.dtype
@@ -72,7 +73,8 @@ def _like(example: torch.Tensor, shape: Sequence[Size], *, requires_grad: bool) 
         return _whole(example, shape)
     low, high = float(example.min()), float(example.max())
     if low < high and bool(((example == 0) | (example == 1)).all()):
-        return strategies.masks(shape, dtype).map(lambda tensor: tensor.requires_grad_(requires_grad))
+        binary = _one_hot(shape, dtype) if _sums_to_one(example) else strategies.masks(shape, dtype)
+        return binary.map(lambda tensor: tensor.requires_grad_(requires_grad))
     if low >= 0 and high <= 1:
         kind = strategies.distributions if _sums_to_one(example) else strategies.probabilities
         return kind(shape, dtype, requires_grad=requires_grad)
@@ -83,10 +85,16 @@ def _like(example: torch.Tensor, shape: Sequence[Size], *, requires_grad: bool) 
 
 def _sums_to_one(example: torch.Tensor) -> bool:
     """Whether the last dimension holds distributions, as far as the dtype can tell."""
-    if example.dim() == 0 or example.shape[-1] == 1:
+    if example.dim() < 2 or example.shape[-1] == 1:  # noqa: PLR2004  (numbers of a batch add up to anything)
         return False
     sums = example.double().sum(-1)
     return torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
+
+
+def _one_hot(shape: Sequence[Size], dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
+    *rows, classes = shape
+    assert isinstance(classes, int)  # only the number of rows is ever drawn
+    return strategies.labels(rows, classes).map(lambda label: functional.one_hot(label, classes).to(dtype))
 
 
 def _whole(example: torch.Tensor, shape: Sequence[Size]) -> st.SearchStrategy[torch.Tensor]:

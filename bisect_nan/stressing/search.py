@@ -121,7 +121,12 @@ def _explained(
         _keep(snapshot, finding, function, shown, Path(directory) / f"stress_{name}") if directory is not None else None
     )
     values = [f"  {key} = {_shown(value)}" for key, value in shown.items() if not isinstance(value, nn.Module)]
-    got = [f"{name} after {trial.count} inputs; the smallest that fails:", *values, "", to_text(finding)]
+    got = [
+        f"got a legal input that {name} fails on, the smallest of {trial.count} tried:",
+        *values,
+        "",
+        to_text(finding),
+    ]
     if finding.symptom is not None and finding.symptom.kind == "gradient" and trial.guesses(example):
         got.append(_GUESSED)
     return StressFailure("\n".join(got), finding, shown, case)

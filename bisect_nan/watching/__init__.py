@@ -1,0 +1,1 @@
+"""A training script under watch, unchanged: every step is recorded as it runs."""
