@@ -12,7 +12,6 @@ from bisect_nan.checkpoints.order import SUFFIXES, ordered
 from bisect_nan.checkpoints.reading import CheckpointError, read
 from bisect_nan.errors import TargetError
 from bisect_nan.prevention.check import Check
-from bisect_nan.search import Answer, Bracket, bisect
 
 Progress = Callable[[str, int, int], None]
 """Told what is being read, how many were read before, and how many may be read at most."""
@@ -47,14 +46,7 @@ def first_bad_checkpoint(folder: str | os.PathLike[str], *, progress: Progress |
         raise TargetError(got, f"{kinds}, or folders with such files", "name the folder that they lie in")
     looked = _Looked(found.paths, progress or (lambda *_: None))
     names = tuple(path.relative_to(folder).as_posix() for path in found.paths)
-    cuts = range(len(names), 0, -1)
-    end = next((cut for cut in cuts if looked.run_to(cut) is not Answer.UNKNOWN), 0)
-    healthy, first = end, 0
-    if end and not looked.checks[end].ok:
-        healthy, first = 0, end
-        if end > 1:
-            outcome = bisect(looked, [1.0] * end, Bracket(0, end), pivot=0.5)
-            healthy, first = outcome.bracket.lo, outcome.bracket.hi
+    healthy, first = looked.last_and_first()
     check = looked.checks.get(first, Check("", 0))
     return FirstBad(
         folder=str(folder),
@@ -86,19 +78,35 @@ class _Looked:
     checks: dict[int, Check] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
 
-    def run_to(self, cut: int) -> Answer:
-        """Read the checkpoint in front of a cut."""
+    def last_and_first(self) -> tuple[int, int]:
+        """Return the last healthy cut and the first bad one, 0 for none of them.
+
+        The last checkpoint is read first, then the middle one of those that may still be the first bad one. One that cannot be
+        read is none of them any more, so that the middle stays the middle: otherwise each would cost a further read.
+        """
+        end = next((cut for cut in range(len(self.paths), 0, -1) if self._read(cut)), 0)
+        if not end or self.checks[end].ok:
+            return end, 0
+        healthy, first, candidates = 0, end, list(range(1, end))
+        while candidates:
+            cut = candidates[len(candidates) // 2]
+            if not self._read(cut):
+                candidates.remove(cut)
+            elif self.checks[cut].ok:
+                healthy, candidates = cut, [other for other in candidates if other > cut]
+            else:
+                first, candidates = cut, [other for other in candidates if other < cut]
+        return healthy, first
+
+    def _read(self, cut: int) -> bool:
+        """Read the checkpoint in front of a cut, and return whether it can be read."""
         path = self.paths[cut - 1]
         most = (len(self.paths) - 1).bit_length() + 1
         self.progress(f"reading {path.name}", len(self.checks) + len(self.problems), most + len(self.problems))
         try:
-            check = read(path)
+            self.checks[cut] = read(path)
         except CheckpointError as problem:
             reason = problem.got.removeprefix("got ")
             self.problems[cut] = reason if reason.startswith(path.name) else f"{path.name}: {reason}"
-            return Answer.UNKNOWN
-        self.checks[cut] = check
-        return Answer.FINITE if check.ok else Answer.NONFINITE
-
-    def keep(self, cut: int) -> None:
-        """Do nothing: each checkpoint stands for itself."""
+            return False
+        return True
