@@ -56,6 +56,7 @@ _FOLDERS = (
         ),
     ),
     ("A training script under watch", "watching", "graphs stream names suspects tape watch"),
+    ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     (
         "The command line",
         "command",

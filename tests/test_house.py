@@ -55,6 +55,8 @@ INTERNALS = {
     "recording.live": {"_version", "_unsafe_preserve_version_counter"},
     # The hooks that run before an update.
     "loop.assurance": {"_optimizer_step_pre_hooks"},
+    # What sees a call before it is made.
+    "integrations.distributed": {"_python_dispatch"},
     # The stack of dispatch modes, at the bottom of which a script is watched; the mode's wrapper against compilation.
     "watching.stream": {"_C", "_len_torch_dispatch_stack", "_pop_mode", "_push_mode", "_python_dispatch"},
     # What the iterators of data loaders have in common.
@@ -107,6 +109,21 @@ def test_imports_point_down() -> None:
     below = {name: set(ORDER[: ORDER.index(name)]) for name in ORDER} | {"": set(ORDER)}
     upward = {name: up for name, tree in MODULES.items() if (up := imported(tree) - below.get(name, set()))}
     assert upward == {}
+
+
+def test_frameworks_stay_in_their_integrations() -> None:
+    """A package that is only an extra is imported by the integration that has its name; the trainer of transformers runs on accelerate."""
+    extras = {"lightning", "transformers", "accelerate"}
+    found = {
+        name: {
+            (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        & extras
+        for name, tree in MODULES.items()
+    }
+    assert {name: used for name, used in found.items() if used} == {f"integrations.{name}": {name} for name in extras}
 
 
 def test_reports_know_the_finding_alone() -> None:

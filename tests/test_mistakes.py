@@ -70,6 +70,21 @@ def test_zeroed_gradients(place: str, to_none: bool, tmp_path: Path) -> None:
             optimizer.zero_grad(set_to_none=to_none)
 
 
+def test_two_models_in_turns(tmp_path: Path) -> None:
+    """The backward pass of a generator leaves gradients at the discriminator, which are thrown away before the latter's own."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    both = nn.Sequential(*models)
+    watched = step
+    for optimizer in optimizers:
+        watched = Guard(both, optimizer, directory=tmp_path).watch(watched)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            watched(both, BATCH).backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("norm", ["nan", "inf"])
 def test_a_norm_that_is_ignored(norm: str, tmp_path: Path) -> None:
     """Clipping that spreads one bad gradient to all is noted at the fault, and the guilty one is still found."""

@@ -59,6 +59,9 @@ class Guard:
     that the step changes, containers are put back one level deep.
     """
 
+    _kinds: tuple[type[Alarm], type[Vigil], type[Vigil]] = Alarm, Vigil, LateVigil
+    """What answers faults, what watches, and what watches where numbers are read late."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -99,8 +102,9 @@ class Guard:
         keeps = deferred or answer is OnFault.ROLLBACK or healthy_file is not None
         file = None if healthy_file is None else Path(healthy_file)
         recovery = Recovery(training, scaler, scheduler, keeps=keeps, every=healthy_every, file=file)
-        alarm = Alarm(training, Shelf(Path(directory), keep), recovery, mistakes, answer)
-        self._vigil = (LateVigil if deferred else Vigil)(training, alarm, history)
+        alarm_kind, vigil, late_vigil = self._kinds
+        alarm = alarm_kind(training, Shelf(Path(directory), keep), recovery, mistakes, answer)
+        self._vigil = (late_vigil if deferred else vigil)(training, alarm, history)
         if scaler is not None:
             self._vigil.watch_scaler(scaler)
 

@@ -17,7 +17,11 @@ from bisect_nan.recording.state import Surroundings, buffers
 
 
 class HealthyState:
-    """Parameters, buffers, optimizer, scaler, scheduler and generators, as they were when this object was made."""
+    """Parameters, buffers, optimizer, scaler, scheduler and generators, as they were when this object was made.
+
+    Attributes:
+        training: Whose they are.
+    """
 
     def __init__(self, training: Training, scaler: Any, scheduler: Any) -> None:
         """Copy everything.
@@ -27,7 +31,7 @@ class HealthyState:
             scaler: A `GradScaler`, or None.
             scheduler: Anything with `state_dict` and `load_state_dict`, or None.
         """
-        self._training = training
+        self.training = training
         tensors = [*training.parameters(), *buffers(training.model), *training.state()]
         self._before = Surroundings(training.model, training.optimizer)
         self._before.keep((tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors)

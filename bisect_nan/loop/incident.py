@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -149,23 +149,29 @@ class Incident:
         Raises:
             RecordingError: There is nothing to run again.
         """
-        fitting = None
+        fitting = snapshot = None
         for run in self._suspects():
-            if self.base is not None:
-                self.base.restore()
-            if self.update is not None and self.update.before is not None:
-                self.update.before.restore()
-            snapshot = run(**known)
+            snapshot = self._from_the_start(run, known)
             if snapshot.observed is not None:
                 return snapshot, ""
             names = snapshot.program.targets.of(self.seen.symptom.kind)
             if fitting is None and all(name in names for name in self.seen.names):
-                fitting = snapshot
+                fitting = run, snapshot
         if fitting is None:
             got = "nothing that the guard can run again computes it"
             do = "look at what else writes to it, or watch the step that does"
             raise RecordingError(got, "a fault of a watched step or of optimizer.step()", do)
-        return replace(fitting, observed=self.seen), "it came out finite when it was run again"
+        run, clean = fitting
+        if clean is not snapshot:  # it refers to tensors that the runs after it have written to
+            clean = self._from_the_start(run, known)
+        return replace(clean, observed=self.seen), "it came out finite when it was run again"
+
+    def _from_the_start(self, run: Callable[..., Snapshot], known: Mapping[str, Any]) -> Snapshot:
+        if self.base is not None:
+            self.base.restore()
+        if self.update is not None and self.update.before is not None:
+            self.update.before.restore()
+        return run(**known)
 
     def _suspects(self) -> Iterator[Callable[..., Snapshot]]:
         """Yield what may have made the fault, each as a function that runs it again."""
@@ -179,6 +185,8 @@ class Incident:
         if update is not None and update.before is not None and self.seen.symptom.kind != "loss":
             loss = self.calls[-1].loss if self.calls else math.nan
             yield functools.partial(update.again, loss)
+        if self.base is not None and calls:
+            yield functools.partial(_update_again, self.base.training, calls)
 
     def take_back(self) -> None:
         """Put everything back to where it was before the first of the calls, or before the update where that came first."""
@@ -188,6 +196,16 @@ class Incident:
                 moment.before.restore()
         if self.base is not None:
             self.base.restore()
+
+
+def _update_again(training: Training, calls: Sequence[Call], **known: Any) -> Snapshot:
+    """Make the gradients of some calls anew, and run an update with them under the recorder."""
+    training.optimizer.zero_grad()
+    for call in calls:
+        with call.modes.again():
+            loss = scalar_loss(call.step(call.model, call.batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Snapshot.capture_update(training.model, training.optimizer, float(loss), **known)
 
 
 def _scaled(step: Step, scale: float, model: Any, batch: Any) -> torch.Tensor:

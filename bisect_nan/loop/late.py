@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ from bisect_nan.loop.incident import Call, Update
 from bisect_nan.loop.journal import learning_rate
 from bisect_nan.loop.vigil import Vigil
 from bisect_nan.norms import total_norm
+from bisect_nan.recording.live import counts
 
 
 class Reading:
@@ -70,13 +71,13 @@ class LateVigil(Vigil):
         return True
 
     def prepare(self, frame: FrameType, *_: Any) -> Update:
-        """Send the norm of the gradients off; nothing is copied, since there is a healthy state to go back to."""
-        norm = Reading(total_norm(self.training.gradients()))
-        self._past = LateStep(tuple(self.calls), norm, learning_rate(self.training.optimizer))
-        return Update(0, frame, self.training)
+        """Copy nothing, since there is a healthy state to go back to."""
+        return Update(0, frame, self.training, writes=counts(self.training.parameters()))
 
     def finish(self, _: Update) -> None:
-        """Leave the update to the next step."""
+        """Send the norm of the gradients off, and leave the rest to the next step."""
+        norm = Reading(total_norm(self.training.gradients()))
+        self._past = LateStep(tuple(self.calls), norm, learning_rate(self.training.optimizer))
 
     def look_back(self) -> None:
         """Read the numbers of the step before.
@@ -98,4 +99,8 @@ class LateVigil(Vigil):
             return
         number = torch.tensor(bad[0].loss if bad else norm)
         kind, name = ("loss", "loss") if bad else ("gradient", "of an unknown parameter")
-        self.sound(kind, {name: number}, bad or past.calls, base=self.alarm.recovery.state)
+        self.sound(kind, {name: number}, bad or past.calls)
+
+    def sound(self, kind: str, bad: Mapping[str, torch.Tensor], calls: Iterable[Call], **known: Any) -> None:
+        """Sound the alarm; whatever was bad, parameters have changed since, and only the healthy state is what it was."""
+        super().sound(kind, bad, calls, base=self.alarm.recovery.state, **known)

@@ -59,6 +59,7 @@ class Mistakes:
         self._left: tuple[torch.Tensor, int] | None = (
             None  # a gradient after an update, and how often it was written to
         )
+        self._added: torch.Tensor | None = None  # such a gradient, when a backward pass began to add to it
         self._unzeroed = 0
 
     def tell(self, mistake: Mistake, detail: str = "") -> None:
@@ -68,18 +69,23 @@ class Mistakes:
             warnings.warn(f"{detail}{': ' if detail else ''}{mistake}", LoopMistake, stacklevel=2)
 
     def updated(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Remember a gradient that an update has used."""
-        self._left = (gradients[0], writes(gradients[0])) if gradients else None
+        """Remember a gradient that an update has used; one that the update before has used, too, was never meant to be added to."""
+        first = gradients[0] if gradients else None
+        self._unzeroed = self._unzeroed + 1 if first is not None and first is self._added else 0
+        if self._unzeroed > 1:
+            self.tell(Mistake.NEVER_ZEROED)
+        self._left, self._added = None if first is None else (first, writes(first)), None
 
     def backward_begins(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Compare: a gradient that is as the update left it, twice in a row, was never meant to be added to."""
+        """Compare: a gradient that is as the update left it is added to, unless it is thrown away before the next update.
+
+        A loop that trains two models in turns does that: the backward pass of the one leaves gradients at the other.
+        """
         if self._left is None:
             return
         (gradient, count), self._left = self._left, None
         kept = any(other is gradient for other in gradients[:1]) and writes(gradient) == count and bool(gradient.any())
-        self._unzeroed = self._unzeroed + 1 if kept else 0
-        if self._unzeroed > 1:
-            self.tell(Mistake.NEVER_ZEROED)
+        self._added = gradient if kept else None
 
     def saving(self, bad: Bad | None) -> None:
         """Look at what is about to be saved."""

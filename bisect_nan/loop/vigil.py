@@ -159,8 +159,13 @@ class Vigil:
         if self.begun == 0:
             self.alarm.recovery.resumed(self.alarm.mistakes)
         self.begun += 1
-        frame, args = sys._getframe(1), args[1:]
+        frame = sys._getframe(1)
+        # Wrappers hand on the closure that they did not get: `optimizer.step(None)`.
+        args = tuple(arg for arg in args[1:] if arg is not None)
+        kwargs = {name: arg for name, arg in kwargs.items() if arg is not None}
         left, closes_over = self._left.some, bool(args or kwargs)  # a closure computes the gradients that count, later
+        if closes_over:
+            self._begin_step()
         if left:
             self._left.settle()
         if left and not self.calls and not closes_over:
