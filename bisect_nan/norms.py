@@ -35,22 +35,21 @@ def norms(*groups: Iterable[torch.Tensor]) -> list[float]:
 @torch.no_grad()
 def total_norm(group: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm over all elements of some tensors, as a scalar where they lie, without waiting for it."""
-    total: torch.Tensor = torch.linalg.vector_norm(_each(list(_values(group))))
+    total: torch.Tensor = torch.linalg.vector_norm(_each(list(_values(group))), dtype=torch.float64)
     return total
 
 
 def _each(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of each of some strided tensors of real numbers, in one tensor of float64 where they lie."""
-    kinds = [(value.dtype, value.device) for value in values]
-    if len(set(kinds)) > 1:
-        parts = [_each([value]) for value in values]
+    """Return the norm of each of some strided tensors of real numbers, in one tensor where they lie."""
+    if len({(value.dtype, value.device) for value in values}) > 1:
+        parts = [_each([value]).to(torch.float64) for value in values]
         home = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
         return torch.cat([part.to(home) for part in parts])
     if not values:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0)
     # Halves are summed in float32, where they cannot overflow so soon. torch 2.9 to 2.13: `_foreach_norm`.
     dtype = None if values[0].dtype in _FULL else torch.float32
-    return torch.stack(torch._foreach_norm(values, 2, dtype)).to(torch.float64)  # noqa: SLF001
+    return torch.stack(torch._foreach_norm(values, 2, dtype))  # noqa: SLF001
 
 
 def _carefully(group: list[torch.Tensor]) -> float:

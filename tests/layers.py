@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
+    ("What can go wrong, and what is found", "", "errors whole_file strict_json finite norms finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -51,7 +51,7 @@ _FOLDERS = (
         "The training loop",
         "loop",
         (
-            "modes training healthy incident sight mistakes recovery shelf harmless copies journal scaler growth assurance alarm"
+            "modes frames training healthy incident sight mistakes recovery shelf harmless copies journal scaler growth assurance alarm"
             " vigil late guard"
         ),
     ),

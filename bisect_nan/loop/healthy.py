@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 
 from bisect_nan.loop.training import Training
 from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.whole_file import whole_file
 
 
 class HealthyState:
@@ -60,16 +59,8 @@ def write_healthy(path: Path, training: Training, scaler: Any, scheduler: Any, s
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "generators": _generators(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
-    try:
-        with temporary.open("xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        torch.save(state, file)
 
 
 def _generators() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -84,14 +83,6 @@ class Update:
     gradient_norm: float = math.nan
     scale: float = math.nan
     left_out: bool = False
-
-    @property
-    def runs(self) -> bool:
-        """Whether it is still running; torch calls no hook when an exception ends it."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
 
     def again(self, loss: float, **known: Any) -> Snapshot:
         """Run it under the recorder, from the state before it."""

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 from bisect_nan.loop.alarm import Alarm, capturing
 from bisect_nan.loop.assurance import Assurance
 from bisect_nan.loop.copies import Copies
+from bisect_nan.loop.frames import runs
 from bisect_nan.loop.harmless import LeftOut
 from bisect_nan.loop.incident import Call, Update, copied_update, shows_again
 from bisect_nan.loop.journal import Journal, finite_only, learning_rate
@@ -108,7 +109,7 @@ class Vigil:
         return update is not None and (update.left_out or update.writes != counts(self.training.parameters()))
 
     def _forget_broken_update(self) -> None:
-        if self._update is not None and not self._update.runs:
+        if self._update is not None and not runs(self._update.frame):
             self._update = None
 
     def _begin(self, step: Step, model: Any, batch: Any, tensors: list[torch.Tensor]) -> Call:
@@ -146,7 +147,7 @@ class Vigil:
             self.calls += waiting
             waiting.clear()
 
-        for part in pytree.tree_leaves(result):
+        for part in [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
             if isinstance(part, torch.Tensor) and part.requires_grad and part.numel() == 1 and not part.is_leaf:
                 part.register_hook(used)  # type: ignore[no-untyped-call]
 

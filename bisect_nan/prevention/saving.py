@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from bisect_nan.prevention import nested
 from bisect_nan.prevention.check import Check, examine
 from bisect_nan.prevention.meant import kind_in_file
 from bisect_nan.prevention.model import model_tensors
+from bisect_nan.whole_file import whole_file
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,29 +97,9 @@ def _has_state(state: Any) -> bool:
 
 
 def _write(state: Any, path: Path) -> None:
-    """Write a file as a whole or not at all."""
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with whole_file(path) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync(path.parent)
     except (OSError, RuntimeError) as problem:  # torch's writer turns a full disk into a RuntimeError
         got = f"got {path}, which cannot be written: {str(problem).splitlines()[0]}"
         raise BisectNanError(got, "a file", "make room, or choose another folder") from problem
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring a new name to the disk, where the system can do that for a folder."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -8,11 +8,8 @@ into memory: nothing is read before it is used, and what is written to such memo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from bisect_nan.snapshots.arguments import constant
 from bisect_nan.snapshots.checks import extent
 from bisect_nan.snapshots.manifest import HEADER_LIMIT, KEY
 from bisect_nan.strict_json import checked_text, count, fields, items, wrong
+from bisect_nan.whole_file import whole_file
 
 _ALIGNMENT = 64
 _STRIDED = ("entry", "dtype", "shape", "stride")
@@ -72,40 +70,21 @@ def write(path: Path, manifest: str, entries: Mapping[str, torch.UntypedStorage]
     if len(text) > HEADER_LIMIT:
         got = f"got a program whose description takes {len(text)} bytes"
         raise SnapshotError(got, f"at most {HEADER_LIMIT}, which safetensors allows", "capture a shorter step")
-    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with whole_file(path) as file:
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for _, storage in ordered:
                 _write_storage(file, storage)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync(path.parent)
     except OSError as problem:
         do = "make room, or choose another folder"
         raise SnapshotError(f"got {path}, which cannot be written: {problem.strerror}", "a file", do) from problem
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _write_storage(file: Any, storage: torch.UntypedStorage) -> None:
     held: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
     if held.nbytes():
         file.write(memoryview((ctypes.c_ubyte * held.nbytes()).from_address(held.data_ptr())))
-
-
-def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk, where the system lets one (Windows does not)."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def write_tensor(tensor: torch.Tensor, name: str, entries: dict[str, torch.UntypedStorage]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
+from bisect_nan.loop.frames import runs
 from bisect_nan.norms import norms
 from bisect_nan.recording.outcome import Recording, Update
 from bisect_nan.recording.recorder import Recorder
@@ -69,14 +70,6 @@ class _Running:
     phase: Phase = Phase.FORWARD
     joint: bool = False
     update: Update | None = None
-
-    @property
-    def runs(self) -> bool:
-        """Whether it still runs; torch calls no hook when an exception ends it."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
 
 
 class Watch:
@@ -219,7 +212,7 @@ class Watch:
 
     def _forget_broken_update(self) -> bool:
         """Whether an update runs; one that an exception has ended is forgotten."""
-        if self._running is not None and not self._running.runs:
+        if self._running is not None and not runs(self._running.frame):
             self._running, self._tape.updating = None, False
             if self._tape.recorder is not None:
                 self._tape.begin()
