@@ -230,6 +230,20 @@ def test_a_tensor_written_to_since_is_noticed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["early.safetensors"]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_since_is_noticed(fused: bool) -> None:
+    """Also one of a fused kernel, whose writes torch does not count; an update of another model changes nothing."""
+    model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    snapshot = Snapshot.capture(model, torch.ones(2, 3), lambda m, b: m(b).mean())
+    for trained in (other, model):
+        trained(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1, fused=fused).step()
+        if trained is other:
+            snapshot.tensors()
+    with pytest.raises(SnapshotError, match="which was written to"):
+        snapshot.tensors()
+
+
 def test_the_file_is_valid_safetensors_with_aligned_memories(tmp_path: Path) -> None:
     """Safetensors' own reader takes the file, and memories of whole cache lines start at one, as torch's do."""
     batch = {"mask": torch.ones(5, dtype=torch.bool), "x": torch.randn(64, 3), "y": torch.randn(3)}

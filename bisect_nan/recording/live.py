@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves  # torch 2.6 to 2.13
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bisect_nan.recording.outcome import Recording
 from bisect_nan.recording.state import optimizer_tensors
+
+_fused: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+"""How often fused updates have written to a tensor: their kernels do not count it (torch 2.13: `torch._fused_adamw_`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,17 +28,34 @@ class Live:
     Attributes:
         name: What it is called in the program.
         tensor: The tensor.
-        writes: How often it had been written to when this object was made.
+        counts: How often it had been written to when this object was made.
     """
 
     name: str
     tensor: torch.Tensor
-    writes: int
+    counts: tuple[int, int]
 
     @property
     def changed(self) -> bool:
         """Whether it has been written to since."""
-        return writes(self.tensor) != self.writes
+        return _counts(self.tensor) != self.counts
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    return writes(tensor), _fused.get(tensor, 0)
+
+
+@functools.cache
+def _count_fused_updates() -> None:
+    """Look after each update of each optimizer, from the first captured snapshot on."""
+    register_optimizer_step_post_hook(_after_update)
+
+
+def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
+        for tensor in [parameter, *optimizer.state.get(parameter, {}).values()]:
+            if isinstance(tensor, torch.Tensor):
+                _fused[tensor] = _fused.get(tensor, 0) + 1
 
 
 def watch(
@@ -42,6 +65,7 @@ def watch(
 
     The recording's own tensors would not tell: they were made below autograd, where torch gives views a count of their own.
     """
+    _count_fused_updates()
     names: dict[int, str] = {}
     for placeholder in recording.program.placeholders:
         tensor = recording.tensors[placeholder.value]
@@ -52,7 +76,7 @@ def watch(
         if tensor.layout is torch.strided and not tensor.is_inference():  # torch does not count those
             name = names.get(tensor.untyped_storage().data_ptr())
             if name is not None:
-                found.append(Live(name, tensor, writes(tensor)))
+                found.append(Live(name, tensor, _counts(tensor)))
     return tuple(found)
 
 
