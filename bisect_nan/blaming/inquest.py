@@ -73,7 +73,7 @@ class Inquest:
         """
         if not suspects or any(_alike(suspects, others) for others in self._in_vain):
             return None
-        if not self.court.heals(suspects, (lambda: self._later(suspects, anywhere=True)) if elsewhere else tuple):
+        if not self.court.heals(suspects, (lambda: self._later(suspects, elsewhere=True)) if elsewhere else tuple):
             self._in_vain.append(suspects)
             return None
         known = {(birth.node, birth.value) for birth in suspects}
@@ -191,21 +191,21 @@ class Inquest:
         self._echoing |= {birth.node for birth in found}
         return found
 
-    def _later(self, births: Sequence[Birth], *, anywhere: bool = False) -> list[Birth]:
-        """Return births of all elements at the later calls of the same code, or at those of the same kernel anywhere."""
+    def _later(self, births: Sequence[Birth], *, elsewhere: bool = False) -> list[Birth]:
+        """Return births of all elements at the later calls of the same code, or at those of the same kernel elsewhere."""
         program, found = self._stretch.program, dict[tuple[int, int], Birth]()
         for birth in births:
             made = program.nodes[birth.node] if birth.node >= 0 else None
             if made is None or birth.value not in made.outputs:
                 continue
-            place, code = made.outputs.index(birth.value), None if anywhere else site(program, birth)
+            place, code = made.outputs.index(birth.value), site(program, birth)
             for node in self._stretch.nodes:
                 value = node.outputs[place] if place < len(node.outputs) else None
                 if node.index <= birth.node or value is None or node.target is not made.target:
                     continue
                 whole = torch.ones(program.values[value].shape, dtype=torch.bool)
                 echo = Birth(node.index, value, whole, birth.origin)
-                if anywhere or site(program, echo) == code:
+                if (site(program, echo) == code) is not elsewhere:
                     found[node.index, value] = echo
         return list(found.values())
 
