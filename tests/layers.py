@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
+    ("What can go wrong, and what is found", "", "errors strict_json finite norms culprit finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -38,7 +38,7 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("Reports", "reports", "words terminal *"),
+    ("Reports", "reports", "words terminal markdown *"),
     (
         "Before it fails",
         "prevention",

@@ -3,6 +3,7 @@
 Programs read `Finding.to_dict`, which is the JSON form already.
 """
 
+from bisect_nan.reports.markdown import to_markdown
 from bisect_nan.reports.terminal import to_renderable, to_text
 
-__all__ = ["to_renderable", "to_text"]
+__all__ = ["to_markdown", "to_renderable", "to_text"]
