@@ -38,7 +38,7 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("Reports", "reports", "words terminal markdown *"),
+    ("Reports", "reports", "words terminal markdown annotations sarif schema *"),
     (
         "Before it fails",
         "prevention",
@@ -59,7 +59,10 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
+        (
+            "child user_code reading roles weights checkpoint stored tensors targets answers worker crash inspection meter checkpoints"
+            " schema watching"
+        ),
     ),
     ("What a user calls", "", "cli __main__"),
 )
