@@ -60,10 +60,11 @@ _FOLDERS = (
         "The command line",
         "command",
         (
-            "child user_code reading roles weights checkpoint stored tensors targets answers worker crash inspection meter checkpoints"
-            " schema watching"
+            "child user_code reading roles weights checkpoint stored tensors cases targets again answers worker crash inspection meter"
+            " checkpoints schema watching"
         ),
     ),
+    ("Frameworks", "integrations", "pytest_plugin"),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

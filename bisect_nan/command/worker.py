@@ -77,7 +77,8 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     if target.snapshot is None:
         return Finding(Verdict.CLEAN, search=SearchCost())
     if request.save and target.captured:
-        target.snapshot.save(Path(request.save))
+        entry = f"{Path(request.target).as_posix()}:build" if request.target.endswith(".py") else ""
+        target.snapshot.save(Path(request.save), entry=entry)
         messages.append(f"Saved the snapshot as {request.save}.")
     elif request.careful and target.captured:
         target.snapshot.save(scratch / CAPTURED)

@@ -1,0 +1,1 @@
+"""Frameworks: each module imports its framework, and nothing else does."""
