@@ -161,6 +161,9 @@ def run(
     if as_json + as_markdown + github > 1:
         got = "got more than one of --json, --markdown and --github"
         _refuse(BisectNanError(got, "one form for standard output", "run once for each, or write others to files"))
+    if sarif and not Path(sarif).absolute().parent.is_dir():
+        got = f"got --sarif {sarif}, and there is no folder {Path(sarif).parent}"
+        _refuse(BisectNanError(got, "a file in a folder that exists", "make the folder"))
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
         request = child.Request(

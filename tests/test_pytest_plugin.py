@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -30,7 +31,7 @@ from torch import nn
 
 def build():
     def step(model, batch):
-        return BODY.mean()
+        return (BODY).mean()
     return {"model": nn.Linear(2, 2), "batch": {"x": torch.ones(3, 2)}, "step": step}
 """
 STEPS = """
@@ -104,6 +105,23 @@ def test_it_costs_nothing_when_it_is_not_used() -> None:
     assert import_module(project["entry-points"]["pytest11"]["bisect_nan"]).SnapshotFile
 
 
+def test_it_does_no_harm_to_a_process_that_has_imported_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pytest, started from Python with warnings as errors and the plugin installed, has nothing to say about the order of imports."""
+    monkeypatch.delenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+    installed = Path("site", "installed-1.dist-info")
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nbisect_nan = bisect_nan.integrations.pytest_plugin\n")
+    (installed / "RECORD").write_text("bisect_nan/__init__.py,,\n")
+    monkeypatch.setenv("PYTHONPATH", "site", prepend=":")
+    Path("tests/test_it.py").write_text(
+        "def test_it(request):\n    assert request.config.pluginmanager.has_plugin('bisect_nan')\n"
+    )
+    code = "import bisect_nan, pytest\nraise SystemExit(pytest.main(['tests']))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_fixture_and_the_marker() -> None:
     """A finite step passes, another one fails with the report, and the marker turns a cause into what is expected."""
     Path("tests/test_it.py").write_text(
@@ -172,7 +190,7 @@ def test_snapshots_run_on_the_code_of_today() -> None:
         ("package", MENDED, "from .names import NAME\n"),
     ):
         Path("cases", name).mkdir()
-        Path("cases", name, "case.py").write_text(first + CASE.replace("BODY", f"({body})"))
+        Path("cases", name, "case.py").write_text(first + CASE.replace("BODY", body))
         Path("cases", name, "names.py").write_text(f"NAME = {name!r}\n")
     outcomes, text, properties = run("-p", "xdist", "-n1")
     kinds = {"old": "failure", "recorded": "failure"}
@@ -231,7 +249,7 @@ def test_what_no_longer_fits_is_said() -> None:
     [
         ("bisect_nan_entry_paths = cases", "", "name its folder in the ini option bisect_nan_entry_paths"),
         ("crashes/*.safetensors", "crashes/gone.safetensors", "there is no such file"),
-        ("testpaths = tests", "", "1 failed"),
+        ("testpaths = tests", "", "error[log_of_zero]: `log` made the first infinity: 6 of 6 values"),
     ],
 )
 def test_settings(old: str, new: str, words: str) -> None:
@@ -249,3 +267,19 @@ def test_only_named_files_are_tests() -> None:
     Path("tests/test_it.py").write_text("def test_it():\n    pass\n")
     assert run()[0] == {"test_it": "passed", "crash": "passed"}
     assert run("tests")[0] == {"test_it": "passed"}
+
+
+def test_readme() -> None:
+    """The settings and the tests that README shows work as it says, with a snapshot whose code has been mended."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for language, file in (("toml", "pyproject.toml"), ("py", "tests/test_it.py")):
+        (block,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        Path(file).write_text(block)
+    Path("pytest.ini").unlink()
+    Path("cases/tagger.py").write_text(CASE.replace("BODY", MENDED))
+    snapshot("tagger", ENTROPY, ZERO)
+    path = "crashes/tagger.safetensors"
+    Snapshot.load(path).save(path, entry="cases/tagger.py:build")
+    names = ("test_the_step_is_finite", "test_it_is_not_for_far_outputs", "tagger")
+    outcomes, text, _ = run()
+    assert outcomes == dict.fromkeys(names, "passed"), text
