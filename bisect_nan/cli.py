@@ -26,6 +26,7 @@ from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
 from bisect_nan.command.meter import meter
+from bisect_nan.command.schema import schema
 from bisect_nan.errors import BisectNanError
 from bisect_nan.snapshots.manifest import Manifest
 
@@ -46,6 +47,7 @@ _STATUS = (
 )
 
 app.command(epilog=_STATUS)(checkpoints)
+app.command()(schema)
 
 
 class Search(enum.StrEnum):
@@ -111,6 +113,16 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the finding as JSON on stdout, and nothing else there.")
     ] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the report as Markdown, for a pull request or an issue.")
+    ] = False,
+    github: Annotated[
+        bool,
+        typer.Option("--github", help="Add annotations of GitHub Actions, which mark the lines of a pull request."),
+    ] = False,
+    sarif: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the finding as SARIF 2.1.0, too, for code scanning.")
+    ] = "",
     search: Annotated[
         Search, typer.Option(help="How to search; `scan` checks after every node: simpler and slower.")
     ] = Search.BISECT,
@@ -146,6 +158,12 @@ def run(
         _refuse(
             BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
         )
+    if as_json + as_markdown + github > 1:
+        got = "got more than one of --json, --markdown and --github"
+        _refuse(BisectNanError(got, "one form for standard output", "run once for each, or write others to files"))
+    if sarif and not Path(sarif).absolute().parent.is_dir():
+        got = f"got --sarif {sarif}, and there is no folder {Path(sarif).parent}"
+        _refuse(BisectNanError(got, "a file in a folder that exists", "make the folder"))
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
         request = child.Request(
@@ -158,6 +176,9 @@ def run(
             search=search.value,
             save=save,
             json=as_json,
+            markdown=as_markdown,
+            github=github,
+            sarif=sarif,
             verbose=verbose,
             colour=out.color_system if out.is_terminal else None,
             scratch=scratch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors whole_file strict_json finite norms finding"),
+    ("What can go wrong, and what is found", "", "errors whole_file strict_json finite norms culprit finding"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -38,7 +38,7 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
-    ("Reports", "reports", "words terminal *"),
+    ("Reports", "reports", "words terminal markdown annotations sarif schema *"),
     (
         "Before it fails",
         "prevention",
@@ -60,8 +60,12 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
+        (
+            "child user_code reading roles weights checkpoint stored tensors cases targets again answers worker crash inspection meter"
+            " checkpoints schema watching"
+        ),
     ),
+    ("In tests", "", "integrations.pytest_plugin"),
     ("What a user calls", "", "cli __main__"),
 )
 """Title, folder, and the modules in it in order. `*` is the folder itself, where it holds code; elsewhere it comes first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bisect_nan import cli
+from bisect_nan import Snapshot, cli
 from bisect_nan.causes import CAUSES
 from bisect_nan.command.child import Crash, Request
 from bisect_nan.command.crash import describe_crash
@@ -265,3 +266,77 @@ def test_every_verdict_has_a_status() -> None:
     assert statuses[Verdict.CLEAN] == 0
     assert statuses[Verdict.LOCATED] == 1
     assert {status for verdict, status in statuses.items() if verdict not in (Verdict.CLEAN, Verdict.LOCATED)} == {125}
+
+
+@pytest.mark.parametrize(
+    ("option", "start"), [("--markdown", "### `log_of_zero`: "), ("--github", "error[log_of_zero]: ")]
+)
+def test_forms_on_stdout(option: str, start: str) -> None:
+    """--markdown prints the report for a pull request, and --github adds the line's annotation; the status is the same."""
+    done = bisect_nan("run", case(LOG_OF_ZERO), option)
+    assert done.returncode == 1
+    assert done.stdout.startswith(start)
+    annotated = "\n::error file=case.py,line=10,title=log_of_zero::`log` made the first infinity: 8 of 8 values%0A"
+    assert (annotated in done.stdout) is (option == "--github")
+
+
+def test_sarif_is_written_beside_the_report() -> None:
+    """--sarif FILE holds the rule's explanation and the change of the line as it stands in the file."""
+    done = bisect_nan("run", case(LOG_OF_ZERO), "--sarif", "out.sarif")
+    assert done.returncode == 1
+    assert done.stdout.startswith("error[log_of_zero]")
+    (run,) = json.loads(Path("out.sarif").read_text())["runs"]
+    assert run["tool"]["driver"]["rules"][0]["help"]["markdown"].startswith("# log_of_zero\n")
+    (fix,) = run["results"][0]["fixes"]
+    (replacement,) = fix["artifactChanges"][0]["replacements"]
+    line = Path("case.py").read_text().splitlines()[9]
+    region = replacement["deletedRegion"]
+    assert (region["startLine"], region["startColumn"], region["endColumn"]) == (10, 9, len(line) + 1)
+    assert bisect_nan("run", case(CLEAN), "--sarif", "gone/out.sarif").returncode == 2
+
+
+def test_one_form_on_stdout() -> None:
+    """Two forms at once are refused before anything runs."""
+    done = bisect_nan("run", case(CLEAN), "--json", "--github")
+    assert done.returncode == 2
+    assert "got more than one of --json, --markdown and --github" in done.stderr
+
+
+def test_a_saved_case_names_its_code() -> None:
+    """--save writes down which function built the step, and a copy of the snapshot keeps it."""
+    bisect_nan("run", case(LOG_OF_ZERO), "--save", "crash.safetensors")
+    snapshot = Snapshot.load("crash.safetensors")
+    assert snapshot.entry == "case.py:build"
+    assert Snapshot.load(snapshot.save("copy.safetensors")).entry == "case.py:build"
+    assert Snapshot.load(snapshot.save("other.safetensors", entry="cases.log:build")).entry == "cases.log:build"
+    assert "case.py:build" in bisect_nan("inspect", "copy.safetensors").stdout
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_git_bisect_finds_the_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git bisect run` ends on the commit that brought the fault, past one that cannot be imported."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+        done = subprocess.run(["git", *identity, *arguments], capture_output=True, text=True, check=False)  # noqa: S603, S607
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    git("init", "repository")
+    monkeypatch.chdir("repository")
+    bodies = ["x", "x * 1", "x * 2", "MISSING", "x * 3", "x * 0", "x * 0 * 1", "x * 0 * 2"]
+    for number, body in enumerate(bodies):
+        text = "import no_such_module\n" if body == "MISSING" else f"def hidden(x):\n    return {body}\n"
+        Path("net.py").write_text(text)
+        git("add", "net.py")
+        git("commit", "-m", f"change {number}")
+    Path("../case.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\nimport torch\nfrom net import hidden\n"
+        + CASE.replace("BODY", "hidden(hidden_).abs().log().mean()").replace("hidden = ", "hidden_ = ")
+    )
+    git("bisect", "start", "HEAD", "HEAD~7")
+    found = git("bisect", "run", sys.executable, "-c", MAIN, "run", "../case.py")
+    assert "change 5" in found.partition("is the first bad commit")[2]
+    assert "got ModuleNotFoundError" in found

@@ -163,6 +163,20 @@ def test_a_hostile_manifest_is_refused(text: str, reason: str, path: Path, tmp_p
         Snapshot.load(target)
 
 
+def test_the_entry_is_optional(path: Path, tmp_path: Path) -> None:
+    """A file without one is read as before, one that is no printable text is refused, and so is saving what names no function."""
+    assert Manifest.read(path).entry == ""
+    assert (
+        Snapshot.load(changed(path, tmp_path / "a.safetensors", lambda m: m.update(entry="a.py:f"))).entry == "a.py:f"
+    )
+    for entry in (3, None, "\x1b[2J", ["a.py:f"]):
+        with pytest.raises(SnapshotError, match=r"entry: got"):
+            Snapshot.load(changed(path, tmp_path / "b.safetensors", lambda m, entry=entry: m.update(entry=entry)))
+    for name in ("build", ":build", "case.py:"):
+        with pytest.raises(SnapshotError, match=r"got the entry .*\nexpected: module:function"):
+            Snapshot.load(path).save(tmp_path / "c.safetensors", entry=name)
+
+
 # --- manifests that do not hold together ------------------------------------------------------------------------------------
 
 

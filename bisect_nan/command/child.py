@@ -45,6 +45,9 @@ class Request:
         search: `bisect` or `scan`.
         save: Where to keep a snapshot that was captured from the target; empty for nowhere.
         json: Whether the answer is JSON instead of the report for people.
+        markdown: Whether it is Markdown.
+        github: Whether annotations of GitHub Actions follow the report.
+        sarif: Where to write the answer as SARIF, too; empty for nowhere.
         verbose: Whether the report shows the chain, the cuts, the times and the environment.
         colour: Colour system of the terminal that the report is for; None for plain text.
         scratch: Folder for files that are needed only while the command runs.
@@ -60,6 +63,9 @@ class Request:
     search: str = "bisect"
     save: str = ""
     json: bool = False
+    markdown: bool = False
+    github: bool = False
+    sarif: str = ""
     verbose: bool = False
     colour: str | None = None
     scratch: str = ""

@@ -66,6 +66,8 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.step_number is not None:
         yield "step", f"{manifest.step_number}"
     yield "program", f"{manifest.nodes} nodes"
+    if manifest.entry:
+        yield "entry", manifest.entry
     for place, (key, value) in enumerate(manifest.environment.items()):
         words = ", ".join(map(str, value)) or "cpu" if isinstance(value, list) else str(value)
         words = {"True": "on", "False": "off"}.get(words, words)

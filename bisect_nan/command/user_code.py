@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +105,48 @@ def named(name: str, option: str) -> Any:
         else:
             sys.path.insert(0, str(Path.cwd()))
             found = _module(place, option)
+    return _callable(found, attribute, place, f"{option} {name}")
+
+
+def named_in_file(name: str, root: Path, folders: Sequence[Path]) -> Any:
+    """Import what a snapshot names as its code, if that lies in one of the folders that the user has allowed.
+
+    Args:
+        name: `path/to/file.py:attribute`, the path from the root or from one of the folders, or `package.module:attribute`.
+        root: Where paths start.
+        folders: What may be imported from.
+
+    Raises:
+        TargetError: There is no such file in the folders; nothing has been imported.
+        CodeError: Importing it failed.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise TargetError(f"got the entry {name}", CALLABLE, "save the snapshot with the name of a function")
+    module = place.replace(".", "/")
+    names = [place] if place.endswith(".py") else [f"{module}.py", f"{module}/__init__.py"]
+    allowed = [folder.resolve() for folder in folders]
+    for base in (root, *folders):
+        for file in ((base / path).resolve() for path in names):
+            if file.is_file() and any(file.is_relative_to(folder) for folder in allowed):
+                with user_code(f"importing {place}"):
+                    found: Any = import_file(file) if place.endswith(".py") else _module_of(place, base, file)
+                return _callable(found, attribute, place, f"the entry {name}")
+    shown = ", ".join(map(str, folders)) or "no folder at all"
+    raise TargetError(f"got the entry {name}", f"a file in {shown}", "allow its folder if you trust it")
+
+
+def _module_of(name: str, base: Path, file: Path) -> ModuleType:
+    """Import a module, which has to be the one of this file."""
+    sys.path.insert(0, str(base))
+    module = importlib.import_module(name)
+    if module.__file__ is None or Path(module.__file__).resolve() != file:
+        raise TargetError(f"got {name} from {module.__file__}", f"the module in {file}", "rename one of them")
+    return module
+
+
+def _callable(found: Any, attribute: str, place: str, given: str) -> Any:
+    """Return the attribute of a module that is to be called."""
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = (
@@ -113,10 +155,10 @@ def named(name: str, option: str) -> Any:
                 else ""
             )
             expected = f"one of {known}" if known else "a name that exists"
-            raise TargetError(f"got {option} {name}, and {place} has no {attribute}", expected, "check the spelling")
+            raise TargetError(f"got {given}, and {place} has no {attribute}", expected, "check the spelling")
         found = getattr(found, part)
     if not callable(found):
-        raise TargetError(f"got {option} {name}, which is {type(found).__name__}", CALLABLE, "name something to call")
+        raise TargetError(f"got {given}, which is {type(found).__name__}", CALLABLE, "name something to call")
     return found
 
 

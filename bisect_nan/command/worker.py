@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from bisect_nan.answer.driver import locate
+from bisect_nan.command.answers import render, write_files
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
 from bisect_nan.command.targets import load_target
 from bisect_nan.errors import BisectNanError, CodeError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
-from bisect_nan.reports import to_text
 
 STATUS = {Verdict.CLEAN: CLEAN, Verdict.LOCATED: LOCATED}
 
@@ -41,7 +41,8 @@ def main() -> int:
     text = ""
     try:
         finding = _find(request, progress, messages)
-        text = _render(finding, request)
+        write_files(finding, request)
+        text = render(finding, request)
         status = STATUS.get(finding.verdict, CANNOT_TELL)
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
@@ -76,19 +77,13 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     if target.snapshot is None:
         return Finding(Verdict.CLEAN, search=SearchCost())
     if request.save and target.captured:
-        target.snapshot.save(Path(request.save))
+        entry = f"{Path(request.target).as_posix()}:build" if request.target.endswith(".py") else ""
+        target.snapshot.save(Path(request.save), entry=entry)
         messages.append(f"Saved the snapshot as {request.save}.")
     elif request.careful and target.captured:
         target.snapshot.save(scratch / CAPTURED)
     careful = {"careful": True} if request.careful else {}
     return locate(target.snapshot, search=request.search, progress=progress, **careful)
-
-
-def _render(finding: Finding, request: Request) -> str:
-    """Return the answer in the form that was asked for."""
-    if request.json:
-        return json.dumps(finding.to_dict(), indent=2, allow_nan=False) + "\n"
-    return to_text(finding, verbose=request.verbose, colour=request.colour)
 
 
 def _trace(error: BaseException | None, request: Request) -> list[str]:

@@ -1,1 +1,1 @@
-"""Guards for the training loops of other packages: each module here imports the package that it is named after, and nothing else does."""
+"""Other packages and their loops: each module here imports the package that it is named after, and nothing else does."""

@@ -16,13 +16,6 @@ from rich.text import Text
 from bisect_nan.finding import Culprit, Finding, Innocent, Phase, Verdict
 from bisect_nan.reports import words
 
-_NEXT = {
-    Verdict.CLEAN: "if training does fail, arm it with bisect_nan.Guard and look at the step that it saves",
-    Verdict.NOT_REPRODUCED: "run where the step was recorded (same torch, device, thread count), or capture it anew here",
-    Verdict.FLAKY: "run again a few times, or capture the step with torch.use_deterministic_algorithms(True)",
-    Verdict.INCONCLUSIVE: "run with --search scan -v, which checks after every node, and read what was seen on the way",
-}
-
 
 def to_text(finding: Finding, *, verbose: bool = False, colour: str | None = None) -> str:
     """Render a finding as text.
@@ -119,17 +112,12 @@ def _values(culprit: Culprit) -> Iterator[Text]:
 
 
 def _advice(culprit: Culprit) -> Iterator[Text]:
-    """Yield what to change, the line to write, and what was seen when that was executed.
-
-    Where a line was seen to help, general advice beside it would say the same once more, or something else.
-    """
+    """Yield what to change, the line to write, and what was seen when that was executed."""
+    for label, text in words.advice(culprit):
+        yield _labelled(label, text)
     remedy = culprit.remedy
-    if culprit.help and not (remedy and remedy.verified and remedy.code):
-        yield _labelled("help", culprit.help)
     if remedy is None:
         return
-    if remedy.text != culprit.help:
-        yield _labelled("remedy", remedy.text)
     if remedy.code and remedy.source:
         if remedy.source != culprit.source:
             yield _line(("  --> ", "bold blue"), (str(remedy.source), ""))
@@ -139,9 +127,8 @@ def _advice(culprit: Culprit) -> Iterator[Text]:
 
 def _verdict(finding: Finding) -> Iterator[Text]:
     """Yield the report of a finding that blames nothing: the verdict, what was recorded, what to do next."""
-    name = finding.verdict.name.lower().replace("_", " ")
     style = "bold green" if finding.verdict is Verdict.CLEAN else "bold yellow"
-    yield _line((f"{name}: ", style), (finding.verdict.value, "bold"))
+    yield _line((f"{words.verdict(finding)}: ", style), (finding.verdict.value, "bold"))
     if finding.symptom:
         yield _fact(f"recorded: {words.symptom(finding)}")
     elif finding.loss is not None:
@@ -149,8 +136,8 @@ def _verdict(finding: Finding) -> Iterator[Text]:
     if finding.verdict is not Verdict.CLEAN:
         for note in (*finding.notes, *finding.environment):
             yield _labelled("note", note)
-    if finding.verdict in _NEXT:
-        yield _labelled("help", _NEXT[finding.verdict])
+    if finding.verdict in words.NEXT:
+        yield _labelled("help", words.NEXT[finding.verdict])
 
 
 def _innocents(innocents: Sequence[Innocent]) -> Iterator[Text]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from bisect_nan.finding import Culprit, Finding, Phase, Symptom
+from bisect_nan.finding import Culprit, Finding, Phase, Symptom, Verdict
 from bisect_nan.finite import TensorSummary
 
 _SHOWN = 6
@@ -17,6 +17,14 @@ _PLUMBING = frozenset(
 """Calls that move values around; they are left out where the way to the symptom is told in one line."""
 
 _PLACES = {Phase.BACKWARD: " in the backward pass", Phase.OPTIMIZER: " in the optimizer's step"}
+
+NEXT = {
+    Verdict.CLEAN: "if training does fail, arm it with bisect_nan.Guard and look at the step that it saves",
+    Verdict.NOT_REPRODUCED: "run where the step was recorded (same torch, device, thread count), or capture it anew here",
+    Verdict.FLAKY: "run again a few times, or capture the step with torch.use_deterministic_algorithms(True)",
+    Verdict.INCONCLUSIVE: "run with --search scan -v, which checks after every node, and read what was seen on the way",
+}
+"""What to do where nothing is blamed."""
 
 
 def groups(culprits: Sequence[Culprit]) -> Sequence[Sequence[Culprit]]:
@@ -74,6 +82,23 @@ def cut(names: Sequence[str]) -> str:
     if len(names) > _SHOWN + 1:
         names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN} more", names[-1]]
     return ", ".join(names)
+
+
+def verdict(finding: Finding) -> str:
+    """Return the name of the verdict: `not reproduced`."""
+    return finding.verdict.name.lower().replace("_", " ")
+
+
+def advice(culprit: Culprit) -> Iterator[tuple[str, str]]:
+    """Yield what to change, as `help` in general and as the `remedy` that was tried.
+
+    Where a line was seen to help, general advice beside it would say the same once more, or something else.
+    """
+    remedy = culprit.remedy
+    if culprit.help and not (remedy and remedy.verified and remedy.code):
+        yield "help", culprit.help
+    if remedy and remedy.text != culprit.help:
+        yield "remedy", remedy.text
 
 
 def symptom(finding: Finding) -> str:

@@ -29,6 +29,8 @@ top-level key      content
 `sparse`           list of `[value number, tensor]`: placeholders without memory of their own
 `generators`       list of tensors: states of random generators
 `program`          object: the calls, see `bisect_nan.snapshots.encoding`
+`entry`            optional: the code that the step came from, `module:function` or `path/to/file.py:function`. It is a name for
+                   the reader, and nothing imports it unless the user has named its folder
 =================  =========================================================================================================
 
 A *tensor* here is an object. Strided ones have `entry` (the entry with its memory), `dtype`, `shape` and `stride`; sparse ones
@@ -62,6 +64,7 @@ _KEYS = frozenset(
     {"format", "writer", "symptom", "loss", "step_number", "history", "environment", "nodes", "placeholders", "targets"}
     | {"observed", "storages", "sparse", "generators", "program"}
 )
+_OPTIONAL = frozenset({"entry"})
 _KINDS = ("loss", "gradient", "buffer", "parameter", "optimizer")
 
 
@@ -77,6 +80,7 @@ class Manifest:
         history: Numbers of the steps before, the latest last.
         environment: What the recording ran on.
         nodes: How many calls the program has.
+        entry: The code that the step came from; empty where it is not known.
         placeholders: For each tensor from outside: `value`, `name`, `phase`, `constant`, `dtype`, `shape` and `device`.
         entries: Sizes in bytes of the file's entries.
         data: The whole JSON object.
@@ -89,6 +93,7 @@ class Manifest:
     history: Sequence[Mapping[str, float]]
     environment: Mapping[str, Any]
     nodes: int
+    entry: str
     placeholders: Sequence[Mapping[str, Any]]
     entries: Mapping[str, int] = field(repr=False)
     data: Mapping[str, Any] = field(repr=False)
@@ -117,10 +122,10 @@ class Manifest:
             got = f"got a snapshot of format {data['format']}, written by {shown(data.get('writer'))}"
             do = "open it with the release that wrote it" if data["format"] < FORMAT else "upgrade bisect_nan"
             raise SnapshotError(got, f"format {FORMAT}", do)
-        if data.keys() != _KEYS:
+        if data.keys() - _OPTIONAL != _KEYS:
             raise wrong(
                 "manifest",
-                sorted(data.keys() ^ _KEYS),
+                sorted((data.keys() - _OPTIONAL) ^ _KEYS),
                 "exactly the keys of the format, but these are extra or missing",
             )
         return cls(
@@ -133,6 +138,7 @@ class Manifest:
             ),
             environment=fields(data["environment"], "environment"),
             nodes=count(data["nodes"], "nodes"),
+            entry=checked_text(data.get("entry", ""), "entry"),
             placeholders=tuple(
                 _placeholder(item, i) for i, item in enumerate(items(data["placeholders"], "placeholders"))
             ),

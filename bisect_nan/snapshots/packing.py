@@ -36,6 +36,7 @@ class Content:
     environment: Environment
     history: Sequence[Mapping[str, float]]
     step_number: int | None
+    entry: str = ""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------------
@@ -100,6 +101,8 @@ def pack(content: Content) -> tuple[dict[str, Any], dict[str, torch.UntypedStora
         "generators": generators,
         "program": calls,
     }
+    if content.entry:
+        manifest["entry"] = clean(content.entry)
     return manifest, entries
 
 
@@ -178,6 +181,7 @@ def unpack(manifest: Manifest, reader: storages.Reader) -> Content:
         environment=Environment.from_dict(manifest.environment),
         history=tuple(manifest.history),
         step_number=manifest.step_number,
+        entry=manifest.entry,
     )
 
 

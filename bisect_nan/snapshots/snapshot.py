@@ -43,6 +43,7 @@ class Snapshot:
             `gradient_norm` and `parameter_norm`, both before the update.
         step_number: Number of the training step, where it is known.
         path: The file that it was loaded from, or None.
+        entry: The code that the step came from, as `save` was told; empty where it is not known.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Snapshot:
     history: tuple[Mapping[str, float], ...] = ()
     step_number: int | None = None
     path: Path | None = None
+    entry: str = ""
 
     @classmethod
     def capture(
@@ -168,21 +170,34 @@ class Snapshot:
         """Return what differs between the recording's environment and this process, each as a sentence."""
         return self.environment.differences(Environment.here(relocation.devices(self.program)))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, entry: str = "") -> Path:
         """Write the snapshot as one file, as a whole or not at all.
 
         Args:
             path: The file (`crash.safetensors`); folders on the way are made, a file that is there is replaced.
+            entry: The code that builds this step, as `module:function` or `path/to/file.py:function`, for a test that runs the
+                step on the code of another day: a function without arguments that returns `{"model", "batch", "step"}`. That of
+                the file that the snapshot was loaded from, when empty.
 
         Returns:
             The path.
 
         Raises:
-            SnapshotError: The program holds what no file can carry, the captured tensors have been written to since, or the file
-                cannot be written.
+            SnapshotError: The program holds what no file can carry, the captured tensors have been written to since, the entry is no
+                such name, or the file cannot be written.
         """
+        if entry and not all(entry.rpartition(":")):
+            expected = "module:function or path/to/file.py:function"
+            raise SnapshotError(f"got the entry {entry!r}", expected, "name the function that builds the step")
         content = Content(
-            self.program, self.tensors(), self.observed, self.loss, self.environment, self.history, self.step_number
+            self.program,
+            self.tensors(),
+            self.observed,
+            self.loss,
+            self.environment,
+            self.history,
+            self.step_number,
+            entry or self.entry,
         )
         manifest, entries = pack(content)
         storages.write(Path(path), json.dumps(manifest, separators=(",", ":"), allow_nan=False), entries)
@@ -222,6 +237,7 @@ class Snapshot:
             history=tuple(content.history),
             step_number=content.step_number,
             path=path,
+            entry=content.entry,
         )
 
 

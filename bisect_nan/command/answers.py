@@ -1,0 +1,56 @@
+"""A finding in the forms that were asked for: one of them on standard output, others as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bisect_nan import causes
+from bisect_nan.command.child import Request
+from bisect_nan.errors import TargetError
+from bisect_nan.finding import Finding, SourceLine
+from bisect_nan.reports import to_annotations, to_markdown, to_sarif, to_text
+
+
+def render(finding: Finding, request: Request) -> str:
+    """Return what goes to standard output."""
+    if request.json:
+        return json.dumps(finding.to_dict(), indent=2, allow_nan=False) + "\n"
+    if request.markdown:
+        return to_markdown(finding)
+    report = to_text(finding, verbose=request.verbose, colour=request.colour)
+    return report + to_annotations(finding) if request.github else report
+
+
+def write_files(finding: Finding, request: Request) -> None:
+    """Write the forms that go to files.
+
+    Raises:
+        TargetError: A file cannot be written.
+    """
+    if request.sarif:
+        explained = {culprit.cause: causes.explain(culprit.cause) for culprit in finding.culprits}
+        text = json.dumps(to_sarif(finding, explained, _lines_here(finding)), indent=2, allow_nan=False)
+        _write(Path(request.sarif), text + "\n", "--sarif")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        got = f"got {option} {path}, which cannot be written: {problem.strerror}"
+        raise TargetError(got, "a file in a folder that exists", "check the path") from problem
+
+
+def _lines_here(finding: Finding) -> dict[SourceLine, str]:
+    """Return the lines to be changed that still stand in the files below the working directory, as they stand there."""
+    found = {}
+    for culprit in finding.culprits:
+        source = culprit.remedy.source if culprit.remedy else None
+        if source is None or not Path(source.file).is_file():
+            continue
+        lines = Path(source.file).read_text(encoding="utf-8", errors="replace").splitlines()
+        line = lines[source.line - 1] if 0 < source.line <= len(lines) else ""
+        if line.strip() == source.text:
+            found[source] = line
+    return found

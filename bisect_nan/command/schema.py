@@ -1,0 +1,14 @@
+"""`bisect-nan schema`: prints the JSON Schema of what `--json` prints."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+
+def schema() -> None:
+    """Print the JSON Schema (draft 2020-12) of what `run --json` prints."""
+    from bisect_nan.reports import to_schema  # noqa: PLC0415  (a finding's parts import torch)
+
+    typer.echo(json.dumps(to_schema(), indent=2))
