@@ -7,21 +7,13 @@ The error line says what happened, `note` gives facts, and only `help` says what
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from bisect_nan.finding import Culprit, Finding, Innocent, Phase, Verdict
+from bisect_nan.finding import Culprit, Finding, Phase, Verdict
 from bisect_nan.reports import words
-
-_NEXT = {
-    Verdict.CLEAN: "if training does fail, arm it with bisect_nan.Guard and look at the step that it saves",
-    Verdict.NOT_REPRODUCED: "run where the step was recorded (same torch, device, thread count), or capture it anew here",
-    Verdict.FLAKY: "run again a few times, or capture the step with torch.use_deterministic_algorithms(True)",
-    Verdict.INCONCLUSIVE: "run with --search scan -v, which checks after every node, and read what was seen on the way",
-}
 
 
 def to_text(finding: Finding, *, verbose: bool = False, colour: str | None = None) -> str:
@@ -50,11 +42,12 @@ def to_renderable(finding: Finding, *, verbose: bool = False) -> Text:
     else:
         lines = list(_verdict(finding))
     if finding.innocents:
-        lines += [Text(), _line(("also seen, harmless:", "dim")), *_innocents(finding.innocents)]
+        lines += [Text(), _line(("also seen, harmless:", "dim"))]
+        lines += [_line((f"  {text}", "dim")) for text in words.acquitted(finding.innocents)]
     if verbose:
         lines += list(_details(finding))
     if finding.search.nodes:
-        lines.append(_cost(finding))
+        lines.append(_line((words.cost(finding), "dim")))
     return Text("\n").join(lines)
 
 
@@ -149,19 +142,8 @@ def _verdict(finding: Finding) -> Iterator[Text]:
     if finding.verdict is not Verdict.CLEAN:
         for note in (*finding.notes, *finding.environment):
             yield _labelled("note", note)
-    if finding.verdict in _NEXT:
-        yield _labelled("help", _NEXT[finding.verdict])
-
-
-def _innocents(innocents: Sequence[Innocent]) -> Iterator[Text]:
-    """Yield one line for each place and reason of non-finite values that harm nothing."""
-    texts = []
-    for innocent in innocents:
-        what = f"`{words.short(innocent.op)}`" if innocent.op else innocent.name
-        where = f" at {innocent.source}" if innocent.source else ""
-        texts.append(f"  {what}{where}: {innocent.why}")
-    for text, times in Counter(texts).items():
-        yield _line((text if times == 1 else f"{text} ({times} times)", "dim"))
+    if finding.verdict in words.NEXT:
+        yield _labelled("help", words.NEXT[finding.verdict])
 
 
 def _details(finding: Finding) -> Iterator[Text]:
@@ -186,14 +168,6 @@ def _details(finding: Finding) -> Iterator[Text]:
     for culprit, *_ in groups:
         yield _labelled("confidence", f"{culprit.confidence:.2f} that {culprit.cause} is the cause")
     yield _labelled("environment", "; ".join(finding.environment) or "nothing differs from the recording")
-
-
-def _cost(finding: Finding) -> Text:
-    """Return the line on what the answer cost."""
-    search = finding.search
-    probes = f"{search.probes} probe{'' if search.probes == 1 else 's'}"
-    seconds = f", {search.seconds['total']:.2f} s" if "total" in search.seconds else ""
-    return _line((f"{probes}, {search.executed} of {search.nodes} nodes executed{seconds}", "dim"))
 
 
 def _fact(text: str) -> Text:
