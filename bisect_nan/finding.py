@@ -13,6 +13,7 @@ from typing import Any
 
 from bisect_nan.errors import FindingError
 from bisect_nan.finite import TensorSummary
+from bisect_nan.shows import AsPage, InNotebooks
 from bisect_nan.strict_json import plain
 
 VERSION = 1
@@ -123,7 +124,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class Culprit(InNotebooks):
     """An operation or a piece of state that makes the fault, shown by intervention.
 
     Attributes:
@@ -208,7 +209,7 @@ class SearchCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
+class Finding(AsPage):  # noqa: PLW1641  (there is no hash of a dictionary)
     """The whole answer to "what made this step non-finite?".
 
     Attributes:
@@ -276,8 +277,7 @@ class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Finding:
         symptom = data["symptom"]
-        search = dict(data["search"])
-        search["cuts"] = tuple((cut, answer) for cut, answer in search["cuts"])
+        search = {**data["search"], "cuts": tuple((cut, answer) for cut, answer in data["search"]["cuts"])}
         return cls(
             verdict=Verdict[data["verdict"].upper()],
             symptom=Symptom(**{**symptom, "nonfinite": tuple(symptom["nonfinite"])}) if symptom else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors strict_json finite norms finding"),
+    ("What can go wrong, and what is found", "", "errors strict_json finite norms shows finding pictures"),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -37,8 +37,15 @@ _FOLDERS = (
         "remedies",
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
-    ("The answer", "answer", "witness story explain trial driver"),
-    ("Reports", "reports", "words terminal *"),
+    ("The answer", "answer", "witness story explain trial driver picture"),
+    (
+        "Reports",
+        "reports",
+        (
+            "words terminal * html.context html.scale html.rendering html.way html.strip html.heat html.probes html.trends html"
+            " html.notebook"
+        ),
+    ),
     (
         "Before it fails",
         "prevention",
