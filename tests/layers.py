@@ -66,7 +66,7 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
+        "child user_code reading roles weights checkpoint stored tensors targets page worker crash inspection meter checkpoints watching",
     ),
     ("What a user calls", "", "cli __main__"),
 )

@@ -44,6 +44,7 @@ class Request:
         device: Where to run; empty for the device of the recording.
         search: `bisect` or `scan`.
         save: Where to keep a snapshot that was captured from the target; empty for nowhere.
+        html: Where to write the report as a page of HTML; empty for nowhere.
         json: Whether the answer is JSON instead of the report for people.
         verbose: Whether the report shows the chain, the cuts, the times and the environment.
         colour: Colour system of the terminal that the report is for; None for plain text.
@@ -59,6 +60,7 @@ class Request:
     device: str = ""
     search: str = "bisect"
     save: str = ""
+    html: str = ""
     json: bool = False
     verbose: bool = False
     colour: str | None = None

@@ -1,0 +1,50 @@
+"""Writes the page that `bisect-nan run --html FILE` asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+
+from bisect_nan.answer.picture import picture
+from bisect_nan.errors import BisectNanError, ReplayError
+from bisect_nan.finding import Finding
+from bisect_nan.snapshots.snapshot import Snapshot
+
+
+def write_page(path: Path, finding: Finding, snapshot: Snapshot | None) -> str:
+    """Write a finding as a page, as a whole or not at all, and say so; a problem costs the page, not the answer.
+
+    Args:
+        path: The file; folders on the way are made, a file that is there is replaced.
+        finding: What to report.
+        snapshot: The step, for the pictures; None where there is none.
+
+    Returns:
+        Where the page is, or what went wrong, for people.
+    """
+    drawn, missing = None, "."
+    try:
+        drawn = picture(snapshot, finding) if snapshot is not None else None
+    except ReplayError as problem:
+        missing = f", without pictures: {problem}"
+    try:
+        _write(finding.to_html(drawn), path)
+    except BisectNanError as problem:
+        return f"error: {problem}"
+    return f"Wrote the report as {path}{missing}"
+
+
+def _write(page: str, path: Path) -> None:
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as problem:
+        raise BisectNanError(
+            f"got {path}, which cannot be written: {problem.strerror}", "a file", "name another one after --html"
+        ) from problem
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
