@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import itertools
+import re
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_pictures_are_drawn_where_there_are_numbers() -> None:
     assert "limit of f16: 65504" in page.text
     assert "812.25 at step 7" in page.text
     assert "25 NaN and 0 infinite of the 50 elements of [2, 5, 5]; sample 1 carries the fault" in page.text
-    names = next(svg for svg in page.all("svg") if svg.attributes.get("class") == "names")
+    names = next(svg for svg in page.all("svg") if svg.attributes.get("class") == "names loose")
     assert every(names, "text") == ["sample 1", "0"]
 
 
@@ -285,6 +286,21 @@ def test_a_long_way_is_cut_in_the_middle() -> None:
     shown = len(found.stops)
     assert sum(stop.left_out for stop in found.stops) + shown == 51
     assert found.left_out + len(found.links) == 100
+
+
+def test_every_bad_cell_is_drawn() -> None:
+    """The paths of a map that is full of single bad cells cover each of them once."""
+    cells = tuple((i, i + 1) for i in range(90))
+    counts = tuple(tuple((x * y) % 3 // 2 for x in range(90)) for y in range(90))
+    bad = BadElements(0, (90, 90), 1, cells, cells, counts, ((0,) * 90,) * 90)
+    page = to_html(LOCATED, Picture(bad=(bad,)))
+    (path,) = re.findall(r'<path class="cell nan l4" d="([^"]*)"', page)
+    drawn = [
+        (int(x) + i, int(y))
+        for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\3z", path)
+        for i in range(int(width))
+    ]
+    assert sorted(drawn) == [(x, y) for x in range(90) for y in range(90) if counts[y][x]]
 
 
 def test_infinity_that_turns_into_nan_changes_the_colour() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -93,12 +94,11 @@ class _Look:
         made = {n: t for n, t in executed.content.items() if t.is_floating_point() or t.is_complex()}
         seen = []
         for number, tensor in made.items():
-            summary = finite.summarise(tensor)
-            largest = 0.0 if summary.low is None or summary.high is None else max(-summary.low, summary.high)
+            largest, nonfinite = _measured(tensor)
             self._largest[node.index, number] = largest
             limit = torch.finfo(tensor.dtype).max
             known = str(node.target), node.phase, self._program.source(node)
-            seen.append(Magnitude(node.index, *known, summary.dtype, largest, limit, summary.nonfinite))
+            seen.append(Magnitude(node.index, *known, _short(tensor.dtype), largest, limit, nonfinite))
         if seen:
             self.magnitudes.append(max(seen, key=lambda one: (one.nonfinite > 0, one.largest / one.limit)))
         for place, culprit in self._culprits.get(node.index, []):
@@ -145,6 +145,21 @@ class _Look:
             (index, number) = max(makers, key=lambda made: (made[1] in self._fed, makers[made]))
             yield index, makers[index, number]
             node = self._program.nodes[index]
+
+
+def _measured(tensor: torch.Tensor) -> tuple[float, int]:
+    """Return the largest finite magnitude, 0 where there is none, and how many values are not finite; one look where all are."""
+    largest = finite.largest(tensor)
+    if math.isfinite(largest):
+        return largest, 0
+    summary = finite.summarise(tensor)
+    low, high = summary.low, summary.high
+    return (0.0 if low is None or high is None else max(-low, high)), summary.nonfinite
+
+
+@functools.cache
+def _short(dtype: torch.dtype) -> str:
+    return finite.summarise(torch.empty(0, dtype=dtype)).dtype
 
 
 def _grid(place: int, tensor: torch.Tensor) -> BadElements:

@@ -19,6 +19,9 @@ _WIDE, _HIGH = 640, 400
 _APART = 14.0
 """Pixels between the middles of two names."""
 
+_PARTED = 8.0
+"""Pixels of a band, at least, where bands are parted by lines."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shade:
@@ -67,7 +70,7 @@ class HeatMap:
         size: Width and height in pixels.
         block: Elements in a cell: rows and columns.
         shades: The cells that hold bad elements.
-        bands: The indices of the first dimension; empty where one cell holds several of them.
+        lines: Rows of cells at which bands begin, where bands are high enough to be told apart.
         names: Of those bands for that there is room.
         told: The bad bands in words.
         nan: How many elements are NaN.
@@ -81,7 +84,7 @@ class HeatMap:
     size: tuple[int, int]
     block: tuple[int, int]
     shades: tuple[Shade, ...]
-    bands: tuple[Band, ...]
+    lines: tuple[int, ...]
     names: tuple[Name, ...]
     told: str
     nan: int
@@ -105,7 +108,7 @@ def heat_map(bad: BadElements, culprit: Culprit) -> HeatMap:
         size=(round(width * cell[0]), round(height * cell[1])),
         block=(_size(bad.rows), _size(bad.columns)),
         shades=tuple(_shades(bad)),
-        bands=bands,
+        lines=tuple(band.start for band in bands[1:] if (band.stop - band.start) * cell[1] >= _PARTED),
         names=tuple(_names(bands, word, cell[1])),
         told="".join(f"{word} {band.index}: {band.bad} bad. " for band in bands if band.bad),
         nan=sum(map(sum, bad.nan)),

@@ -19,8 +19,11 @@ _REACH = 1e-8
 _GROUND = 1e-4
 """The ground is at the smallest value, or here where there are smaller ones: a few tiny values would press everything together."""
 
-_POINTS = 16
-"""Points of a growth that are drawn and listed; of a longer one the middle is left out."""
+_POINTS = 40
+"""Points of a growth that are drawn, the first and the last among them."""
+
+_LISTED = 16
+"""Calls of a growth in the table below; of a longer one the middle is left out."""
 
 _NEAREST = 8
 """Calls in the table of those that come nearest to their limit."""
@@ -67,6 +70,7 @@ class Strip:
         culprits: Where the culprits are.
         growth: The calls over which the values grew, as points.
         grown: The same calls, for a table.
+        left_out: How many are left out in the middle of that.
         nearest: The calls that come nearest to their limit.
         calls: How many calls there are.
     """
@@ -78,6 +82,7 @@ class Strip:
     culprits: tuple[tuple[int, float], ...]
     growth: tuple[tuple[float, float], ...]
     grown: tuple[Magnitude, ...]
+    left_out: int
     nearest: tuple[Magnitude, ...]
     calls: int
 
@@ -105,15 +110,18 @@ def strip(picture: Picture, culprits: Sequence[int]) -> Strip | None:
         return round(100 * (node - first + 0.5) / length, 2)
 
     by_node = {one.node: one for one in seen}
-    grown = tuple(ends([by_node[node] for node in picture.growth if node in by_node], _POINTS)[0])
+    path = [by_node[node] for node in picture.growth if node in by_node]
+    drawn = [path[round(place * (len(path) - 1) / (_POINTS - 1))] for place in range(_POINTS)] if path else []
+    grown, left_out = ends(path, _LISTED)
     return Strip(
         scale=scale,
         bars=tuple(_bars(seen, first, length, scale)),
         limits=tuple(Limit(dtype, limit, scale.y(limit), limit > top) for dtype, limit in limits.items()),
         parts=tuple(_parts(seen, first, length)),
         culprits=tuple((node, x(node)) for node in culprits if first <= node <= last),
-        growth=tuple((x(one.node), scale.y(one.largest)) for one in grown),
-        grown=grown,
+        growth=tuple((x(one.node), scale.y(one.largest or one.limit)) for one in dict.fromkeys(drawn)),
+        grown=tuple(grown),
+        left_out=left_out,
         nearest=tuple(sorted(seen, key=lambda one: -one.largest / one.limit)[:_NEAREST]),
         calls=len(seen),
     )

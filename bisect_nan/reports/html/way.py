@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -66,10 +66,7 @@ def way(culprit: Culprit) -> Way | None:
         stops.append(Stop(_names(links), links[0].source, links[0].node, links[-1].node, bad, turns))
     kept, without = ends(stops, _SHOWN)
     if without:
-        middle = _SHOWN // 2
-        later = kept[middle]
-        gap = Stop(later.ops, later.source, later.first, later.last, later.bad, later.turns, left_out=without)
-        kept = [*kept[:middle], gap, *kept[middle + 1 :]]
+        kept[_SHOWN // 2] = replace(kept[_SHOWN // 2], left_out=without)
     listed, more = ends(culprit.chain, _LISTED)
     return Way(tuple(kept), tuple(listed), more)
 
