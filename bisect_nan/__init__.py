@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bisect_nan.answer.driver import locate
+    from bisect_nan.answer.picture import picture
     from bisect_nan.checkpoints.answer import FirstBad
     from bisect_nan.checkpoints.first import first_bad_checkpoint
     from bisect_nan.errors import (
@@ -65,6 +66,7 @@ __all__ = [
     "headroom",
     "layers",
     "locate",
+    "picture",
     "save_checkpoint",
     "smoke_test",
     "stress",
@@ -72,6 +74,7 @@ __all__ = [
 
 _HOMES = {
     "locate": "answer.driver",
+    "picture": "answer.picture",
     "Guard": "loop.guard",
     "LoopMistake": "loop.mistakes",
     "Snapshot": "snapshots.snapshot",

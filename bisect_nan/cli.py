@@ -132,6 +132,9 @@ def run(
     save: Annotated[
         str, typer.Option(metavar="FILE", help="Keep the snapshot that was captured from a case or from tensors.")
     ] = "",
+    html: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the report as one page of HTML as well, with pictures.")
+    ] = "",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Add the chain, the probed cuts, the times and the environment.")
     ] = False,
@@ -175,6 +178,7 @@ def run(
             device=device,
             search=search.value,
             save=save,
+            html=html,
             json=as_json,
             markdown=as_markdown,
             github=github,

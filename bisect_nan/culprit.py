@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from bisect_nan.finite import TensorSummary
+from bisect_nan.shows import InNotebooks
 
 
 class Phase(enum.Enum):
@@ -109,7 +110,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class Culprit(InNotebooks):
     """An operation or a piece of state that makes the fault, shown by intervention.
 
     Attributes:

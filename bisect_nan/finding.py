@@ -14,6 +14,7 @@ from typing import Any
 from bisect_nan.culprit import Culprit, Innocent, Link, Phase, Remedy, SourceLine, Symptom
 from bisect_nan.errors import FindingError
 from bisect_nan.finite import TensorSummary
+from bisect_nan.shows import AsPage
 from bisect_nan.strict_json import plain
 
 __all__ = [
@@ -68,7 +69,7 @@ class SearchCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
+class Finding(AsPage):  # noqa: PLW1641  (there is no hash of a dictionary)
     """The whole answer to "what made this step non-finite?".
 
     Attributes:
@@ -116,12 +117,6 @@ class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
             "notes": list(self.notes),
         }
 
-    def to_markdown(self) -> str:
-        """Return the report as Markdown, for a pull request or an issue."""
-        from bisect_nan.reports.markdown import to_markdown  # noqa: PLC0415  (a report stands above what it shows)
-
-        return to_markdown(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """Read the JSON form back.
@@ -142,8 +137,7 @@ class Finding:  # noqa: PLW1641  (there is no hash of a dictionary)
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Finding:
         symptom = data["symptom"]
-        search = dict(data["search"])
-        search["cuts"] = tuple((cut, answer) for cut, answer in search["cuts"])
+        search = {**data["search"], "cuts": tuple((cut, answer) for cut, answer in data["search"]["cuts"])}
         return cls(
             verdict=Verdict[data["verdict"].upper()],
             symptom=Symptom(**{**symptom, "nonfinite": tuple(symptom["nonfinite"])}) if symptom else None,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 _FOLDERS = (
-    ("What can go wrong, and what is found", "", "errors whole_file strict_json finite norms culprit finding"),
+    (
+        "What can go wrong, and what is found",
+        "",
+        "errors whole_file strict_json finite norms shows culprit finding pictures",
+    ),
     ("Search", "", "search"),
     (
         "A recorded step",
@@ -37,8 +41,16 @@ _FOLDERS = (
         "remedies",
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
-    ("The answer", "answer", "witness story explain trial driver"),
-    ("Reports", "reports", "words terminal markdown annotations sarif schema *"),
+    ("The answer", "answer", "witness story explain trial driver picture"),
+    (
+        "Reports",
+        "reports",
+        (
+            "words terminal markdown annotations sarif schema * html.context html.scale html.rendering html.way html.strip html.heat"
+            " html.probes html.trends html"
+            " html.notebook"
+        ),
+    ),
     (
         "Before it fails",
         "prevention",
@@ -61,7 +73,7 @@ _FOLDERS = (
         "The command line",
         "command",
         (
-            "child user_code reading roles weights checkpoint stored tensors cases targets again answers worker crash inspection meter"
+            "child user_code reading roles weights checkpoint stored tensors cases targets again answers page worker crash inspection meter"
             " checkpoints schema watching"
         ),
     ),

@@ -25,7 +25,7 @@ from bisect_nan.replaying.reproduce import Pass
 from bisect_nan.replaying.stretch import Stretch
 from bisect_nan.snapshots.snapshot import Snapshot
 
-_OVERFLOWS = {"fp16_overflow", "overflow", "exp_overflow", "grad_overflow_fp16", "grad_overflow"}
+OVERFLOWS = {"fp16_overflow", "overflow", "exp_overflow", "grad_overflow_fp16", "grad_overflow"}
 """Causes that grow over several calls."""
 
 _TURNS = 16
@@ -177,7 +177,7 @@ class Examination:
         story = Story(self._program, self._dependence, self._witness)
         notes: tuple[str, ...] = ()
         with contextlib.suppress(ReplayError, RuntimeError):
-            if cause in _OVERFLOWS:
+            if cause in OVERFLOWS:
                 notes += story.growth(self._program.origin(node))
             if self._symptom.kind == "loss":
                 notes += story.terms()

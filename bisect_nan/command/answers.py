@@ -10,6 +10,7 @@ from bisect_nan.command.child import Request
 from bisect_nan.errors import TargetError
 from bisect_nan.finding import Finding, SourceLine
 from bisect_nan.reports import to_annotations, to_markdown, to_sarif, to_text
+from bisect_nan.whole_file import whole_file
 
 
 def render(finding: Finding, request: Request) -> str:
@@ -36,10 +37,11 @@ def write_files(finding: Finding, request: Request) -> None:
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as problem:
         got = f"got {option} {path}, which cannot be written: {problem.strerror}"
-        raise TargetError(got, "a file in a folder that exists", "check the path") from problem
+        raise TargetError(got, "a file", "check the path") from problem
 
 
 def _lines_here(finding: Finding) -> dict[SourceLine, str]:

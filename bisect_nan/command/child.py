@@ -44,6 +44,7 @@ class Request:
         device: Where to run; empty for the device of the recording.
         search: `bisect` or `scan`.
         save: Where to keep a snapshot that was captured from the target; empty for nowhere.
+        html: Where to write the report as a page of HTML; empty for nowhere.
         json: Whether the answer is JSON instead of the report for people.
         markdown: Whether it is Markdown.
         github: Whether annotations of GitHub Actions follow the report.
@@ -62,6 +63,7 @@ class Request:
     device: str = ""
     search: str = "bisect"
     save: str = ""
+    html: str = ""
     json: bool = False
     markdown: bool = False
     github: bool = False

@@ -21,6 +21,7 @@ _STAGES = {
     "search": "searching",
     "confirm": "confirming",
     "explain": "explaining",
+    "draw": "drawing",
     "remedy": "trying the remedy",
 }
 

@@ -20,11 +20,16 @@ import torch
 from bisect_nan.answer.driver import locate
 from bisect_nan.command.answers import render, write_files
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
+from bisect_nan.command.page import write_page
 from bisect_nan.command.targets import load_target
 from bisect_nan.errors import BisectNanError, CodeError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
+from bisect_nan.snapshots.snapshot import Snapshot
 
 STATUS = {Verdict.CLEAN: CLEAN, Verdict.LOCATED: LOCATED}
+
+Located = tuple[Finding, Snapshot | None]
+"""A finding, and the step that it is about where there is one."""
 
 
 def main() -> int:
@@ -40,9 +45,12 @@ def main() -> int:
     messages: list[str] = []
     text = ""
     try:
-        finding = _find(request, progress, messages)
+        finding, snapshot = _find(request, progress, messages)
         write_files(finding, request)
         text = render(finding, request)
+        if request.html:
+            progress("draw", 0, 0)
+            messages.append(write_page(Path(request.html), finding, snapshot))
         status = STATUS.get(finding.verdict, CANNOT_TELL)
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
@@ -66,16 +74,16 @@ def main() -> int:
     return status
 
 
-def _find(request: Request, progress: Callable[[str, int, int], None], messages: list[str]) -> Finding:
+def _find(request: Request, progress: Callable[[str, int, int], None], messages: list[str]) -> Located:
     """Load the target of a request and locate its fault; add what is worth saying to the messages."""
     scratch = Path(request.scratch)
     progress("load" if request.target.endswith(".safetensors") else "record", 0, 0)
     target = load_target(request)
     messages += target.notes
     if target.finding is not None:
-        return target.finding
+        return target.finding, None
     if target.snapshot is None:
-        return Finding(Verdict.CLEAN, search=SearchCost())
+        return Finding(Verdict.CLEAN, search=SearchCost()), None
     if request.save and target.captured:
         entry = f"{Path(request.target).as_posix()}:build" if request.target.endswith(".py") else ""
         target.snapshot.save(Path(request.save), entry=entry)
@@ -83,7 +91,7 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     elif request.careful and target.captured:
         target.snapshot.save(scratch / CAPTURED)
     careful = {"careful": True} if request.careful else {}
-    return locate(target.snapshot, search=request.search, progress=progress, **careful)
+    return locate(target.snapshot, search=request.search, progress=progress, **careful), target.snapshot
 
 
 def _trace(error: BaseException | None, request: Request) -> list[str]:

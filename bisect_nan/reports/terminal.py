@@ -7,13 +7,12 @@ The error line says what happened, `note` gives facts, and only `help` says what
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from bisect_nan.finding import Culprit, Finding, Innocent, Phase, Verdict
+from bisect_nan.finding import Culprit, Finding, Phase, Verdict
 from bisect_nan.reports import words
 
 
@@ -43,11 +42,12 @@ def to_renderable(finding: Finding, *, verbose: bool = False) -> Text:
     else:
         lines = list(_verdict(finding))
     if finding.innocents:
-        lines += [Text(), _line(("also seen, harmless:", "dim")), *_innocents(finding.innocents)]
+        lines += [Text(), _line(("also seen, harmless:", "dim"))]
+        lines += [_line((f"  {text}", "dim")) for text in words.acquitted(finding.innocents)]
     if verbose:
         lines += list(_details(finding))
     if finding.search.nodes:
-        lines.append(_cost(finding))
+        lines.append(_line((words.cost(finding), "dim")))
     return Text("\n").join(lines)
 
 
@@ -140,17 +140,6 @@ def _verdict(finding: Finding) -> Iterator[Text]:
         yield _labelled("help", words.NEXT[finding.verdict])
 
 
-def _innocents(innocents: Sequence[Innocent]) -> Iterator[Text]:
-    """Yield one line for each place and reason of non-finite values that harm nothing."""
-    texts = []
-    for innocent in innocents:
-        what = f"`{words.short(innocent.op)}`" if innocent.op else innocent.name
-        where = f" at {innocent.source}" if innocent.source else ""
-        texts.append(f"  {what}{where}: {innocent.why}")
-    for text, times in Counter(texts).items():
-        yield _line((text if times == 1 else f"{text} ({times} times)", "dim"))
-
-
 def _details(finding: Finding) -> Iterator[Text]:
     """Yield what --verbose adds."""
     groups = words.groups(finding.culprits)
@@ -173,14 +162,6 @@ def _details(finding: Finding) -> Iterator[Text]:
     for culprit, *_ in groups:
         yield _labelled("confidence", f"{culprit.confidence:.2f} that {culprit.cause} is the cause")
     yield _labelled("environment", "; ".join(finding.environment) or "nothing differs from the recording")
-
-
-def _cost(finding: Finding) -> Text:
-    """Return the line on what the answer cost."""
-    search = finding.search
-    probes = f"{search.probes} probe{'' if search.probes == 1 else 's'}"
-    seconds = f", {search.seconds['total']:.2f} s" if "total" in search.seconds else ""
-    return _line((f"{probes}, {search.executed} of {search.nodes} nodes executed{seconds}", "dim"))
 
 
 def _fact(text: str) -> Text:

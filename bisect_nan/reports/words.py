@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from bisect_nan.finding import Culprit, Finding, Phase, Symptom, Verdict
+from bisect_nan.finding import Culprit, Finding, Innocent, Phase, Symptom, Verdict
 from bisect_nan.finite import TensorSummary
 
 _SHOWN = 6
@@ -16,8 +17,6 @@ _PLUMBING = frozenset(
 )
 """Calls that move values around; they are left out where the way to the symptom is told in one line."""
 
-_PLACES = {Phase.BACKWARD: " in the backward pass", Phase.OPTIMIZER: " in the optimizer's step"}
-
 NEXT = {
     Verdict.CLEAN: "if training does fail, arm it with bisect_nan.Guard and look at the step that it saves",
     Verdict.NOT_REPRODUCED: "run where the step was recorded (same torch, device, thread count), or capture it anew here",
@@ -25,6 +24,8 @@ NEXT = {
     Verdict.INCONCLUSIVE: "run with --search scan -v, which checks after every node, and read what was seen on the way",
 }
 """What to do where nothing is blamed."""
+
+_PLACES = {Phase.BACKWARD: " in the backward pass", Phase.OPTIMIZER: " in the optimizer's step"}
 
 
 def groups(culprits: Sequence[Culprit]) -> Sequence[Sequence[Culprit]]:
@@ -129,3 +130,21 @@ def samples(culprit: Culprit) -> str:
 def short(op: str) -> str:
     """Return the name of an ATen overload that a user knows: `softmax` for `aten._softmax.default`."""
     return op.removeprefix("aten.").split(".")[0].strip("_") or op
+
+
+def acquitted(innocents: Sequence[Innocent]) -> list[str]:
+    """Return one line for each place and reason of non-finite values that harm nothing."""
+    texts = []
+    for innocent in innocents:
+        what = f"`{short(innocent.op)}`" if innocent.op else innocent.name
+        where = f" at {innocent.source}" if innocent.source else ""
+        texts.append(f"{what}{where}: {innocent.why}")
+    return [text if times == 1 else f"{text} ({times} times)" for text, times in Counter(texts).items()]
+
+
+def cost(finding: Finding) -> str:
+    """Return what the answer cost."""
+    search = finding.search
+    probes = f"{search.probes} probe{'' if search.probes == 1 else 's'}"
+    seconds = f", {search.seconds['total']:.2f} s" if "total" in search.seconds else ""
+    return f"{probes}, {search.executed} of {search.nodes} nodes executed{seconds}"
