@@ -58,9 +58,9 @@ def picture(snapshot: Snapshot, finding: Finding) -> Picture:
         look.state(snapshot)
         stretch = Stretch(program, dependence.slice(targets), targets)
         Run(stretch, stretch.start(snapshot.tensors())).advance(len(stretch), look.call)
-    first = finding.culprit
-    grew = first is not None and first.node >= 0 and first.cause in _GROWING
-    growth = look.growth(dependence, program.nodes[first.node]) if first is not None and grew else ()
+    first, growth = finding.culprit, tuple[int, ...]()
+    if first is not None and first.node >= 0 and first.cause in _GROWING:
+        growth = look.growth(dependence, program.nodes[first.node])
     return Picture(tuple(look.magnitudes), growth, tuple(look.bad), history)
 
 
@@ -134,15 +134,16 @@ class _Look:
         The way leads along what is computed from the batch, rather than to a weight that happens to be larger.
         """
         while True:
+            operands = [number for number in node.inputs() if number in self._fed] or node.inputs()
             makers = {
                 (index, number): self._largest[index, number]
-                for number in node.inputs()
+                for number in operands
                 for index in dependence.needed(number, node.index)
                 if index < node.index and (index, number) in self._largest
             }
             if not makers:
                 return
-            (index, number) = max(makers, key=lambda made: (made[1] in self._fed, makers[made]))
+            index, number = max(makers, key=makers.__getitem__)
             yield index, makers[index, number]
             node = self._program.nodes[index]
 
