@@ -110,7 +110,7 @@ def _array(items: list[dict[str, Any]], *, repeated: bool) -> dict[str, Any]:
 
 
 def _described(part: type) -> dict[str, str]:
-    """Return what the `Attributes:` section of a class says of each field."""
+    """Return what the `Attributes:` section of a class says of each field, in the words of JSON."""
     text = (inspect.getdoc(part) or "").partition("Attributes:\n")[2]
     found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in found}
+    return {name: " ".join(said.split()).replace("None", "null") for name, said in found}
