@@ -13,19 +13,19 @@ import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
-from rich.text import Text
 
-from bisect_nan.command import child, watching
+from bisect_nan.command import child, mcp, watching
 from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
 from bisect_nan.command.meter import meter
+from bisect_nan.command.printing import refuse, say, show
 from bisect_nan.errors import BisectNanError
 from bisect_nan.snapshots.manifest import Manifest
 
@@ -139,11 +139,11 @@ def run(
     - `git bisect run bisect-nan run case.py` finds the commit that brought a fault.
     """
     if not target.exists():
-        _refuse(
+        refuse(
             BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path")
         )
     if save and target.suffix == ".safetensors" and not (model or loss):
-        _refuse(
+        refuse(
             BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
         )
     out = Console()
@@ -179,7 +179,7 @@ def explain(
     try:
         text = causes.explain(name)
     except causes.UnknownCause as error:
-        _refuse(error)
+        refuse(error)
     out = Console()
     if out.is_terminal:
         out.print(Markdown(text))
@@ -197,7 +197,7 @@ def list_causes() -> None:
     table.add_column("summary")
     for cause in CAUSES:
         table.add_row(cause.name, cause.summary.replace("`{op}`", "the operation"))
-    _show(table)
+    show(table)
 
 
 @app.command()
@@ -214,11 +214,12 @@ def inspect(
     try:
         manifest = Manifest.read(snapshot)
     except BisectNanError as error:
-        _refuse(error)
-    _show(to_renderable(snapshot, manifest, everything=verbose))
+        refuse(error)
+    show(to_renderable(snapshot, manifest, everything=verbose))
 
 
 app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
+app.command(epilog=mcp.EPILOG)(mcp.mcp)
 
 
 def _attend(request: child.Request) -> int:
@@ -229,35 +230,9 @@ def _attend(request: child.Request) -> int:
             request = replace(request, careful=True)
             end = child.attend(request, progress)
     if isinstance(end, child.Crash):
-        _say(f"error: {describe_crash(end, request)}")
+        say(f"error: {describe_crash(end, request)}")
         return child.CANNOT_TELL
     for message in end.messages:
-        _say(message)
+        say(message)
     sys.stdout.write(end.text)
     return end.status
-
-
-def _show(renderable: RenderableType) -> None:
-    """Print tables; into a pipe or a file without wrapping them to any width, and without the spaces that fill it."""
-    out = Console()
-    if out.is_terminal:
-        out.print(renderable)
-        return
-    out = Console(width=10_000)
-    with out.capture() as captured:
-        out.print(renderable)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def _say(message: str) -> None:
-    """Print a message on stderr, its first words in colour."""
-    text = Text(message)
-    text.highlight_regex(r"^error:", "bold red")
-    text.highlight_regex(r"(?m)^(expected|do this):", "bold")
-    Console(stderr=True).print(text, soft_wrap=True)
-
-
-def _refuse(error: BisectNanError) -> NoReturn:
-    """Print an error and end with the status for wrong usage."""
-    _say(f"error: {error}")
-    raise typer.Exit(child.USAGE)

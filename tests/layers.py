@@ -59,7 +59,10 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
+        (
+            "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter printing checkpoints"
+            " watching mcp_server mcp"
+        ),
     ),
     ("What a user calls", "", "cli __main__"),
 )

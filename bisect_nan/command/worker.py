@@ -39,9 +39,10 @@ def main() -> int:
 
     messages: list[str] = []
     text = ""
+    found: dict[str, Any] | None = None
     try:
         finding = _find(request, progress, messages)
-        text = _render(finding, request)
+        text, found = _render(finding, request), finding.to_dict()
         status = STATUS.get(finding.verdict, CANNOT_TELL)
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
@@ -61,7 +62,7 @@ def main() -> int:
         got = f"error: got an unexpected {type(error).__name__} in stage {last['stage']}: {error}"
         do = "report this fault of bisect_nan; -v shows the traceback"
         messages, status = [f"{got}\ndo this: {do}", *_trace(error, request)], CANNOT_TELL
-    send({"answer": text, "messages": messages, "status": status})
+    send({"answer": text, "messages": messages, "status": status, "finding": found})
     return status
 
 
