@@ -1,4 +1,4 @@
-"""The command line: `bisect-nan run`, `watch`, `explain`, `causes` and `inspect`.
+"""The command line: what `bisect-nan` and its commands take and print.
 
 This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
 in a child process (see `bisect_nan.command.child`).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+import shlex
 import sys
 import tempfile
 import warnings
@@ -45,7 +46,8 @@ _STATUS = (
     " · 125 cannot tell (not reproduced, flaky, the case's own code raised, killed)"
 )
 
-app.command(epilog=_STATUS)(checkpoints)
+_LOOKED_UP = "Exit status: 0 told · 2 usage or unreadable file"
+"""The same for commands that look something up."""
 
 
 class Search(enum.StrEnum):
@@ -82,7 +84,12 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Find the one operation that made a training step NaN or Inf, and say what to change."""
+    """Find the one operation that made a training step NaN or Inf, and say what to change.
+
+    - `bisect-nan watch train.py` runs a training script, and tells its first fault.
+
+    - `bisect-nan run crashes/step_812.safetensors` tells the fault of a crash snapshot, which `watch` and a `Guard` write.
+    """
 
 
 @app.command(epilog=_STATUS)
@@ -126,7 +133,7 @@ def run(
 ) -> None:
     """Locate the operation that made a step non-finite, and say why.
 
-    - `bisect-nan run crash.safetensors` looks at a snapshot that `Guard` saved; no code of the model is needed.
+    - `bisect-nan run crash.safetensors` looks at a snapshot that `watch` or a `Guard` saved; no code of the model is needed.
 
     - `bisect-nan run case.py --save crash.safetensors` captures the step of a file that has a function
       `build()` which returns `{"model": ..., "batch": ..., "step": step(model, batch) -> loss}`.
@@ -140,11 +147,15 @@ def run(
     """
     if not target.exists():
         refuse(
-            BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path")
+            BisectNanError(
+                f"got {target}, which is no file", "a snapshot, a case file or saved tensors", "check the path"
+            )
         )
     if save and target.suffix == ".safetensors" and not (model or loss):
         refuse(
-            BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
+            BisectNanError(
+                "got --save together with a snapshot", "a case file or saved tensors", "copy the file instead"
+            )
         )
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
@@ -169,7 +180,10 @@ def run(
     raise typer.Exit(status)
 
 
-@app.command()
+app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
+
+
+@app.command(epilog=_LOOKED_UP)
 def explain(
     name: Annotated[str, typer.Argument(metavar="CAUSE", show_default=False, help="A cause, such as `log_of_zero`.")],
 ) -> None:
@@ -187,7 +201,7 @@ def explain(
         typer.echo(text, nl=False)
 
 
-@app.command("causes")
+@app.command("causes", epilog=_LOOKED_UP)
 def list_causes() -> None:
     """List every cause that can be named, with its summary."""
     from bisect_nan.causes import CAUSES  # noqa: PLC0415  (as in explain)
@@ -200,7 +214,7 @@ def list_causes() -> None:
     show(table)
 
 
-@app.command()
+@app.command(epilog=_LOOKED_UP)
 def inspect(
     snapshot: Annotated[
         Path, typer.Argument(metavar="SNAPSHOT", show_default=False, help="A crash snapshot (`*.safetensors`).")
@@ -211,6 +225,10 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a snapshot holds, without executing any of it."""
+    if snapshot.is_file() and snapshot.suffix != ".safetensors":
+        got, expected = f"got {snapshot}, which is no snapshot", "a file that Guard, watch or Snapshot.save wrote"
+        do = f"bisect-nan run {shlex.quote(str(snapshot))}, which takes saved tensors, checkpoints and case files"
+        refuse(BisectNanError(got, expected, do))
     try:
         manifest = Manifest.read(snapshot)
     except BisectNanError as error:
@@ -218,7 +236,7 @@ def inspect(
     show(to_renderable(snapshot, manifest, everything=verbose))
 
 
-app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
+app.command(epilog=_STATUS)(checkpoints)
 app.command(epilog=mcp.EPILOG)(mcp.mcp)
 
 
