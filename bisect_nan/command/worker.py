@@ -38,12 +38,13 @@ def main() -> int:
         send({"progress": [stage, done, total]})
 
     messages: list[str] = []
-    text = ""
     found: dict[str, Any] | None = None
+    text = ""
     try:
         finding = _find(request, progress, messages)
-        text, found = _render(finding, request), finding.to_dict()
+        text = _render(finding, request)
         status = STATUS.get(finding.verdict, CANNOT_TELL)
+        found = finding.to_dict()
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
