@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
-import shlex
 import sys
 import tempfile
 import warnings
@@ -24,11 +23,10 @@ from rich.table import Table
 from bisect_nan.command import child, mcp, watching
 from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
-from bisect_nan.command.inspection import to_renderable
+from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import meter
 from bisect_nan.command.printing import refuse, say, show
 from bisect_nan.errors import BisectNanError
-from bisect_nan.snapshots.manifest import Manifest
 
 app = typer.Typer(
     name="bisect-nan",
@@ -225,12 +223,8 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what a snapshot holds, without executing any of it."""
-    if snapshot.is_file() and snapshot.suffix != ".safetensors":
-        got, expected = f"got {snapshot}, which is no snapshot", "a file that Guard, watch or Snapshot.save wrote"
-        do = f"bisect-nan run {shlex.quote(str(snapshot))}, which takes saved tensors, checkpoints and case files"
-        refuse(BisectNanError(got, expected, do))
     try:
-        manifest = Manifest.read(snapshot)
+        manifest = read_snapshot(snapshot)
     except BisectNanError as error:
         refuse(error)
     show(to_renderable(snapshot, manifest, everything=verbose))

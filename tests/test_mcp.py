@@ -168,11 +168,13 @@ def test_inspect() -> None:
         ("run", "text.safetensors", "without a whole header"),
         ("inspect", "text.safetensors", "without a whole header"),
         ("run", "crash.pt", "expected: a crash snapshot"),
+        ("inspect", "crash.pt", "got crash.pt, which is no snapshot"),
     ],
 )
 def test_unusable_files(tool: str, path: str, words: str) -> None:
     """What cannot be used is an error of the tool, which says what to do."""
-    Path("text.safetensors").write_text("none")
+    for name in ("text.safetensors", "crash.pt"):
+        Path(name).write_text("none")
     result = ask(tool, path=path)
     assert result.is_error
     assert words in text_of(result)
@@ -249,8 +251,13 @@ def test_the_end_of_the_server_ends_the_child(folder: Path, end: signal.Signals 
         '{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"run","arguments":{"path":"case.py"}}}\n'
     )
     assert all(parse(line, "a message") for line in lines.splitlines())
+    scratch = folder / "tmp"
+    scratch.mkdir()
     command = [sys.executable, "-c", MAIN, "mcp", "--allow-code", path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(  # noqa: S603  (this very interpreter)
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
         assert server.stdin is not None
         server.stdin.write(lines)
         server.stdin.flush()
@@ -261,6 +268,7 @@ def test_the_end_of_the_server_ends_the_child(folder: Path, end: signal.Signals 
             server.send_signal(end)
         assert server.wait(timeout=30) == (0 if end is None else 128 + end)
     anyio.run(until, lambda: is_gone(int((folder / "pid").read_text())))
+    assert not any(scratch.iterdir())
 
 
 def test_one_at_a_time(folder: Path) -> None:

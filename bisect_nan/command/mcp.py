@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bisect_nan.command.printing import refuse
+from bisect_nan.command.printing import refuse, say
 from bisect_nan.errors import BisectNanError
 
 EPILOG = "Exit status: 0 when the client has closed the connection · 2 usage"
@@ -46,4 +47,6 @@ def mcp(
             raise
         got = f"got no package {error.name}, which the server stands on"
         refuse(BisectNanError(got, "the extra mcp", "pip install 'bisect_nan[mcp]'"))
+    if sys.stdin.isatty():
+        say("Waits for a client on standard input, which an editor is that has started this. Ctrl-C ends it.")
     serve(allow_code or ())

@@ -10,7 +10,9 @@ Protocol: https://modelcontextprotocol.io/specification. SDK: https://py.sdk.mod
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,11 +33,10 @@ from pydantic import Field
 
 from bisect_nan.command import child
 from bisect_nan.command.crash import describe_crash
-from bisect_nan.command.inspection import to_renderable
+from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import STAGES
 from bisect_nan.command.printing import plain
 from bisect_nan.errors import BisectNanError, TargetError
-from bisect_nan.snapshots.manifest import Manifest
 
 INSTRUCTIONS = """\
 bisect_nan finds the one operation that made a PyTorch training step NaN or Inf. Where a training wrote a crash snapshot
@@ -62,7 +63,7 @@ class Tools:
         """
         self._allowed = [path.resolve() for path in allowed]
         self._turn = anyio.Lock()
-        self._children: set[Process] = set()
+        self._work: tuple[Process, str] | None = None
 
     def server(self) -> MCPServer[Any]:
         """Return a server that offers these tools."""
@@ -73,16 +74,21 @@ class Tools:
             log_level="WARNING",
         )
         looks = ToolAnnotations(read_only_hint=not self._allowed, open_world_hint=bool(self._allowed))
-        server.add_tool(self.run, title="Locate the culprit of a NaN or Inf", annotations=looks)
         reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
-        server.add_tool(self.explain, title="Explain a cause", annotations=reads)
-        server.add_tool(self.inspect, title="Show what a crash snapshot holds", annotations=reads)
+        for tool, title, hints in (
+            (self.run, "Locate the culprit of a NaN or Inf", looks),
+            (self.explain, "Explain a cause", reads),
+            (self.inspect, "Show what a crash snapshot holds", reads),
+        ):
+            server.add_tool(tool, title=title, description=inspect.getdoc(tool), annotations=hints)
         return server
 
     def end(self) -> None:
-        """End all work at once."""
-        for process in self._children:
+        """End the work at once, and leave nothing of it."""
+        if self._work is not None:
+            process, scratch = self._work
             process.kill()
+            shutil.rmtree(scratch, ignore_errors=True)
 
     async def run(self, path: Target, context: Context[Any]) -> CallToolResult:
         """Locate the operation that made a training step NaN or Inf: source line, module, samples, cause, and a change that was tried.
@@ -90,20 +96,8 @@ class Tools:
         Takes a crash snapshot; it is executed here without the model's code. The structured content is the finding: `verdict`,
         `culprit` (`file`, `line`, `text`, `module`, `cause`, `samples`, `remedy` ...), `culprits` where there are several, `innocents`.
         """
-        request = child.Request(target=self._permitted(path))
-        told = _Teller(context)
-        async with self._turn:
-            with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
-                request = replace(request, scratch=scratch)
-                end = await self._attend(request, told)
-                if isinstance(end, child.Crash) and not end.wanted:
-                    request = replace(request, careful=True)
-                    end = await self._attend(request, told)
-                if isinstance(end, child.Crash):
-                    raise ToolError(describe_crash(end, request))
-        if end.finding is None:
-            raise ToolError("\n".join(end.messages))
-        return _result(end.text, *end.messages, structured=end.finding)
+        answer = await self._answered(child.Request(target=self._permitted(path)), context)
+        return _result(answer.text, *answer.messages, structured=answer.finding)
 
     async def explain(self, cause: Cause) -> CallToolResult:
         """Explain a cause: the arithmetic, where it is met, an example, the example repaired, the same look without the fault."""
@@ -111,13 +105,13 @@ class Tools:
         command = [sys.executable, "-P", "-W", child.QUIET, "-m", "bisect_nan", "explain", "--", cause]
         done = await anyio.run_process(command, check=False)
         if done.returncode != child.CLEAN:
-            raise ToolError(done.stderr.decode().strip())
+            raise ToolError(done.stderr.decode().strip().removeprefix("error: "))
         return _result(done.stdout.decode())
 
     async def inspect(self, path: Snapshot) -> CallToolResult:
         """Show what a crash snapshot holds, without executing any of it: symptom, history, environment, tensors by name and shape."""
         try:
-            manifest = await anyio.to_thread.run_sync(Manifest.read, path)
+            manifest = await anyio.to_thread.run_sync(read_snapshot, Path(path))
         except BisectNanError as error:
             raise ToolError(str(error)) from error
         shown = "writer", "symptom", "loss", "step_number", "history", "environment", "nodes", "placeholders"
@@ -139,12 +133,32 @@ class Tools:
             raise ToolError(str(problem))
         return str(real)
 
+    async def _answered(self, request: child.Request, context: Context[Any]) -> child.Answer:
+        """Have a request done when its turn comes, once more with care if something killed the child, as the command line does.
+
+        Raises:
+            ToolError: There is no finding; the message says why.
+        """
+        told = _Teller(context)
+        async with self._turn:
+            with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
+                request = replace(request, scratch=scratch)
+                end = await self._attend(request, told)
+                if isinstance(end, child.Crash) and not end.wanted:
+                    request = replace(request, careful=True)
+                    end = await self._attend(request, told)
+                if isinstance(end, child.Crash):
+                    raise ToolError(describe_crash(end, request))
+        if end.finding is None:
+            raise ToolError("\n".join(end.messages).removeprefix("error: "))
+        return end
+
     async def _attend(self, request: child.Request, told: _Teller) -> child.Answer | child.Crash:
         """Run a request in a child process, as `child.attend` does."""
         hearing = child.Hearing()
         command = child.command(request)
         async with await anyio.open_process(command, stdin=subprocess.DEVNULL, stderr=None) as process:
-            self._children.add(process)
+            self._work = process, request.scratch
             try:
                 assert process.stdout is not None
                 rest = b""
@@ -157,7 +171,7 @@ class Tools:
                 process.kill()
                 raise
             finally:
-                self._children.discard(process)
+                self._work = None
         return hearing.end(code)
 
 
