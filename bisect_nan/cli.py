@@ -1,4 +1,4 @@
-"""The command line: `bisect-nan run`, `watch`, `explain`, `causes` and `inspect`.
+"""The command line: what `bisect-nan` and its commands take and print.
 
 This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
 in a child process (see `bisect_nan.command.child`).
@@ -13,22 +13,21 @@ import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
-from rich.text import Text
 
-from bisect_nan.command import child, watching
+from bisect_nan.command import child, mcp, watching
 from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
-from bisect_nan.command.inspection import to_renderable
+from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import meter
+from bisect_nan.command.printing import refuse, say, show
 from bisect_nan.command.schema import schema
 from bisect_nan.errors import BisectNanError
-from bisect_nan.snapshots.manifest import Manifest
 
 app = typer.Typer(
     name="bisect-nan",
@@ -46,8 +45,8 @@ _STATUS = (
     " · 125 cannot tell (not reproduced, flaky, the case's own code raised, killed)"
 )
 
-app.command(epilog=_STATUS)(checkpoints)
-app.command()(schema)
+_LOOKED_UP = "Exit status: 0 told · 2 usage or unreadable file"
+"""The same for commands that look something up."""
 
 
 class Search(enum.StrEnum):
@@ -84,7 +83,12 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Find the one operation that made a training step NaN or Inf, and say what to change."""
+    """Find the one operation that made a training step NaN or Inf, and say what to change.
+
+    - `bisect-nan watch train.py` runs a training script, and tells its first fault.
+
+    - `bisect-nan run crashes/step_812.safetensors` tells the fault of a crash snapshot, which `watch` and a `Guard` write.
+    """
 
 
 @app.command(epilog=_STATUS)
@@ -141,7 +145,7 @@ def run(
 ) -> None:
     """Locate the operation that made a step non-finite, and say why.
 
-    - `bisect-nan run crash.safetensors` looks at a snapshot that `Guard` saved; no code of the model is needed.
+    - `bisect-nan run crash.safetensors` looks at a snapshot that `watch` or a `Guard` saved; no code of the model is needed.
 
     - `bisect-nan run case.py --save crash.safetensors` captures the step of a file that has a function
       `build()` which returns `{"model": ..., "batch": ..., "step": step(model, batch) -> loss}`.
@@ -154,19 +158,23 @@ def run(
     - `git bisect run bisect-nan run case.py` finds the commit that brought a fault.
     """
     if not target.exists():
-        _refuse(
-            BisectNanError(f"got {target}, which is no file", "a snapshot, a case or saved tensors", "check the path")
+        refuse(
+            BisectNanError(
+                f"got {target}, which is no file", "a snapshot, a case file or saved tensors", "check the path"
+            )
         )
     if save and target.suffix == ".safetensors" and not (model or loss):
-        _refuse(
-            BisectNanError("got --save together with a snapshot", "a case or saved tensors", "copy the file instead")
+        refuse(
+            BisectNanError(
+                "got --save together with a snapshot", "a case file or saved tensors", "copy the file instead"
+            )
         )
     if as_json + as_markdown + github > 1:
         got = "got more than one of --json, --markdown and --github"
-        _refuse(BisectNanError(got, "one form for standard output", "run once for each, or write others to files"))
+        refuse(BisectNanError(got, "one form for standard output", "run once for each, or write others to files"))
     if sarif and not Path(sarif).absolute().parent.is_dir():
         got = f"got --sarif {sarif}, and there is no folder {Path(sarif).parent}"
-        _refuse(BisectNanError(got, "a file in a folder that exists", "make the folder"))
+        refuse(BisectNanError(got, "a file in a folder that exists", "make the folder"))
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
         request = child.Request(
@@ -194,7 +202,10 @@ def run(
     raise typer.Exit(status)
 
 
-@app.command()
+app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
+
+
+@app.command(epilog=_LOOKED_UP)
 def explain(
     name: Annotated[str, typer.Argument(metavar="CAUSE", show_default=False, help="A cause, such as `log_of_zero`.")],
 ) -> None:
@@ -204,7 +215,7 @@ def explain(
     try:
         text = causes.explain(name)
     except causes.UnknownCause as error:
-        _refuse(error)
+        refuse(error)
     out = Console()
     if out.is_terminal:
         out.print(Markdown(text))
@@ -212,7 +223,7 @@ def explain(
         typer.echo(text, nl=False)
 
 
-@app.command("causes")
+@app.command("causes", epilog=_LOOKED_UP)
 def list_causes() -> None:
     """List every cause that can be named, with its summary."""
     from bisect_nan.causes import CAUSES  # noqa: PLC0415  (as in explain)
@@ -222,10 +233,10 @@ def list_causes() -> None:
     table.add_column("summary")
     for cause in CAUSES:
         table.add_row(cause.name, cause.summary.replace("`{op}`", "the operation"))
-    _show(table)
+    show(table)
 
 
-@app.command()
+@app.command(epilog=_LOOKED_UP)
 def inspect(
     snapshot: Annotated[
         Path, typer.Argument(metavar="SNAPSHOT", show_default=False, help="A crash snapshot (`*.safetensors`).")
@@ -237,13 +248,15 @@ def inspect(
 ) -> None:
     """Show what a snapshot holds, without executing any of it."""
     try:
-        manifest = Manifest.read(snapshot)
+        manifest = read_snapshot(snapshot)
     except BisectNanError as error:
-        _refuse(error)
-    _show(to_renderable(snapshot, manifest, everything=verbose))
+        refuse(error)
+    show(to_renderable(snapshot, manifest, everything=verbose))
 
 
-app.command(epilog=watching.EPILOG, context_settings=watching.CONTEXT)(watching.watch)
+app.command(epilog=_STATUS)(checkpoints)
+app.command(epilog=_LOOKED_UP)(schema)
+app.command(epilog=mcp.EPILOG)(mcp.mcp)
 
 
 def _attend(request: child.Request) -> int:
@@ -254,35 +267,9 @@ def _attend(request: child.Request) -> int:
             request = replace(request, careful=True)
             end = child.attend(request, progress)
     if isinstance(end, child.Crash):
-        _say(f"error: {describe_crash(end, request)}")
+        say(f"error: {describe_crash(end, request)}")
         return child.CANNOT_TELL
     for message in end.messages:
-        _say(message)
+        say(message)
     sys.stdout.write(end.text)
     return end.status
-
-
-def _show(renderable: RenderableType) -> None:
-    """Print tables; into a pipe or a file without wrapping them to any width, and without the spaces that fill it."""
-    out = Console()
-    if out.is_terminal:
-        out.print(renderable)
-        return
-    out = Console(width=10_000)
-    with out.capture() as captured:
-        out.print(renderable)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def _say(message: str) -> None:
-    """Print a message on stderr, its first words in colour."""
-    text = Text(message)
-    text.highlight_regex(r"^error:", "bold red")
-    text.highlight_regex(r"(?m)^(expected|do this):", "bold")
-    Console(stderr=True).print(text, soft_wrap=True)
-
-
-def _refuse(error: BisectNanError) -> NoReturn:
-    """Print an error and end with the status for wrong usage."""
-    _say(f"error: {error}")
-    raise typer.Exit(child.USAGE)

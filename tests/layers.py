@@ -74,7 +74,7 @@ _FOLDERS = (
         "command",
         (
             "child user_code reading roles weights checkpoint stored tensors cases targets again answers page worker crash inspection meter"
-            " checkpoints schema watching"
+            " printing checkpoints schema watching mcp_server mcp"
         ),
     ),
     ("In tests", "", "integrations.pytest_plugin"),

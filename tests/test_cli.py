@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from bisect_nan import Snapshot, cli
@@ -141,6 +142,13 @@ def test_saved_snapshot_needs_no_case(folder: Path) -> None:
         (["run", "case.py", "--model", "a:b"], "got --model together with a case file"),
         (["inspect", "text.safetensors"], "text.safetensors"),
         (["inspect", "gone.safetensors"], "gone.safetensors"),
+        (["inspect", "case.py"], "got case.py, which is no snapshot"),
+        (["checkpoints", "case.py"], "got case.py, which is no folder"),
+        (["watch", "gone.py"], "got gone.py, which is no file"),
+        (["watch", "."], "got ., which is no file"),
+        (["watch", "-m", "gone"], "got no module gone"),
+        (["watch", "-m", "gone.main"], "got no module gone.main"),
+        (["mcp", "--allow-code", "gone.py"], "got --allow-code gone.py, which is no file"),
     ],
 )
 def test_unusable_targets(arguments: list[str], words: str) -> None:
@@ -251,11 +259,19 @@ def test_causes_and_explain() -> None:
     assert explained.stdout.startswith("# log_of_zero\n")
 
 
-def test_explain_suggests() -> None:
-    """A mistyped cause is answered with the nearest names and status 2."""
-    done = bisect_nan("explain", "log_of_zer")
+@pytest.mark.parametrize("name", ["log_of_zer", "LOG_OF_ZERO", "error[log_of_zero]", "log"])
+def test_explain_suggests(name: str) -> None:
+    """A mistyped cause, or a part of one, is answered with the nearest names and status 2."""
+    done = bisect_nan("explain", name)
     assert done.returncode == 2
+    assert "did you mean " in done.stderr
     assert "log_of_zero" in done.stderr
+
+
+def test_every_command_says_its_exit_status() -> None:
+    """Whoever reads the help of a command learns which exit statuses it has."""
+    for command in typer.main.get_command(cli.app).commands.values():
+        assert command.epilog.startswith("Exit status: "), command.name
 
 
 def test_every_verdict_has_a_status() -> None:

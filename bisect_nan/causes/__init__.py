@@ -103,8 +103,9 @@ def find(name: str) -> Cause:
     try:
         return _BY_NAME[name]
     except KeyError:
-        near = difflib.get_close_matches(name, _BY_NAME, n=3, cutoff=0.4)
-        advice = f"did you mean {' or '.join(near)}?" if near else "list all names with `bisect-nan causes`"
+        word = name.lower()
+        near = [known for known in _BY_NAME if word in known] or difflib.get_close_matches(word, _BY_NAME, cutoff=0.4)
+        advice = f"did you mean {' or '.join(near[:5])}?" if near else "list all names with `bisect-nan causes`"
         raise UnknownCause(f"got the cause {name!r}", "the name of a catalog entry", advice) from None
 
 

@@ -111,7 +111,7 @@ def _folder(path: Path, device: str) -> Checkpoint:
         raise TargetError(
             f"got the folder {path}, which holds {others}",
             expected,
-            "name the file with the weights, or convert it to such a one",
+            f"name the file with the weights; of several checkpoints, bisect-nan checkpoints {path} finds the first bad one",
         )
     state: dict[str, Any] = {}
     for file in files:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bisect_nan.command.child import CANNOT_TELL, CLEAN, LOCATED, USAGE
+from bisect_nan.command.child import CANNOT_TELL, CLEAN, LOCATED
 from bisect_nan.command.meter import meter
+from bisect_nan.command.printing import refuse
 from bisect_nan.errors import TargetError
 
 
@@ -33,8 +34,7 @@ def checkpoints(
         with meter(Console(stderr=True)) as progress:
             found = first_bad_checkpoint(folder, progress=progress)
     except TargetError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(USAGE) from None
+        refuse(error)
     out = Console()
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))

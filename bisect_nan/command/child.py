@@ -80,11 +80,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a child that came to an end of its own says: text for stdout, lines for stderr, the exit status."""
+    """What a child that came to an end of its own says.
+
+    Attributes:
+        text: For stdout.
+        messages: Lines for stderr.
+        status: The exit status.
+        finding: The JSON form of the finding; None when there is none, since something went wrong.
+    """
 
     text: str
     messages: tuple[str, ...]
     status: int
+    finding: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,36 @@ class Crash:
         return -self.code in _ENDED_ON_PURPOSE
 
 
+class Hearing:
+    """What a child has said so far."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._stage, self._node = "", -1
+        self._answer: Answer | None = None
+
+    def hear(self, line: str | bytes) -> tuple[str, int, int] | None:
+        """Take one line of the child; return the stage, the nodes done in it and the nodes that it has where it tells of progress."""
+        message = _read(line)
+        if "progress" in message:
+            stage, node, total = message["progress"]
+            self._stage, self._node = stage, node if total else -1  # a stage that counts something else
+            return stage, node, total
+        if "answer" in message:
+            self._answer = Answer(message["answer"], tuple(message["messages"]), message["status"], message["finding"])
+        return None
+
+    def end(self, code: int) -> Answer | Crash:
+        """Return the child's answer, or how it ended without one, once it has ended with this exit code."""
+        return self._answer or Crash(code, self._stage, self._node)
+
+
+def command(request: Request) -> list[str]:
+    """Return the command that starts a child; its standard output is for `Hearing`."""
+    # -P: a stranger's crash file may lie in a folder with a `json.py` beside it, which must not be imported.
+    return [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan.command.worker", request.to_json()]
+
+
 def attend(request: Request, progress: Progress) -> Answer | Crash:
     """Run a request in a child process and wait for its end.
 
@@ -127,25 +165,19 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed, or this process was told to terminate; the child has been killed.
     """
-    # -P: a stranger's crash file may lie in a folder with a `json.py` beside it, which must not be imported.
-    command = [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan.command.worker", request.to_json()]
     with _interrupt_ignored():  # The child inherits this: Ctrl-C reaches only this process, which then kills the child.
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    stage, node, answer = "", -1, None
+        child = subprocess.Popen(command(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    hearing = Hearing()
     with child, _ended_together(child):
         assert child.stdout is not None
         for line in child.stdout:
-            message = _read(line)
-            if "progress" in message:
-                stage, node, total = message["progress"]
-                progress(stage, node, total)
-                node = node if total else -1  # a stage that counts something else
-            elif "answer" in message:
-                answer = Answer(message["answer"], tuple(message["messages"]), message["status"])
-    return answer or Crash(child.returncode, stage, node)
+            told = hearing.hear(line)
+            if told is not None:
+                progress(*told)
+    return hearing.end(child.returncode)
 
 
-def _read(line: str) -> dict[str, Any]:
+def _read(line: str | bytes) -> dict[str, Any]:
     """Parse one line of the child; a line that its death cut short counts as nothing."""
     with contextlib.suppress(ValueError):
         message = json.loads(line)

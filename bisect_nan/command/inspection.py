@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from bisect_nan.errors import SnapshotError
 from bisect_nan.snapshots.manifest import Manifest
 from bisect_nan.strict_json import clean
 
@@ -21,6 +23,19 @@ SHOWN = 12
 """So many tensors of a kind, and steps of the history, are listed unless all are asked for."""
 
 _PHASES = {"input": "inputs", "parameter": "parameters", "buffer": "buffers", "optimizer": "optimizer state"}
+
+
+def read_snapshot(path: Path) -> Manifest:
+    """Read the manifest of the file that a user named.
+
+    Raises:
+        SnapshotError: It cannot be read, or is no snapshot; the message says what takes other files.
+    """
+    if path.is_file() and path.suffix != ".safetensors":
+        got, expected = f"got {path}, which is no snapshot", "a file that Guard, watch or Snapshot.save wrote"
+        do = f"bisect-nan run {shlex.quote(str(path))}, which takes saved tensors, checkpoints and case files"
+        raise SnapshotError(got, expected, do)
+    return Manifest.read(path)
 
 
 def to_renderable(path: Path, manifest: Manifest, *, everything: bool = False) -> RenderableType:

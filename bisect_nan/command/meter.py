@@ -14,7 +14,7 @@ from bisect_nan.command.child import Progress as Callback
 DELAY = 1.0
 """Seconds before the bar is drawn."""
 
-_STAGES = {
+STAGES = {
     "load": "loading",
     "record": "recording the step",
     "replay": "replaying the step",
@@ -24,6 +24,7 @@ _STAGES = {
     "draw": "drawing",
     "remedy": "trying the remedy",
 }
+"""What the child does, in words, by the names of its stages."""
 
 
 @contextlib.contextmanager
@@ -44,10 +45,10 @@ def meter(console: Console) -> Iterator[Callback]:
         TimeElapsedColumn(),
     )
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task(_STAGES["load"], total=None)
+    task = bar.add_task(STAGES["load"], total=None)
 
     def advance(stage: str, done: int, total: int) -> None:
-        bar.update(task, description=_STAGES.get(stage, stage), completed=done, total=total or None)
+        bar.update(task, description=STAGES.get(stage, stage), completed=done, total=total or None)
 
     timer = threading.Timer(DELAY, bar.start)
     timer.start()

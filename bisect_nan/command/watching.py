@@ -7,6 +7,7 @@ report again on standard output.
 from __future__ import annotations
 
 import enum
+import importlib.util
 import itertools
 import os
 import runpy
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from bisect_nan.command.child import LOCATED, QUIET, USAGE
+from bisect_nan.command.printing import refuse, say
 from bisect_nan.errors import BisectNanError
 
 if TYPE_CHECKING:
@@ -107,13 +109,13 @@ def watch(
 
     The report goes to standard error, since standard output is the script's. `bisect-nan run FILE` shows it again.
     """
-    if not module and not Path(script).exists():
-        _say(
-            f"error: got {script}, which is no file",
-            "expected: a Python script",
-            "do this: check the path, or give -m for a module",
+    path = Path(script)
+    if not module and not (path.is_file() or (path / "__main__.py").is_file()):
+        refuse(
+            BisectNanError(
+                f"got {script}, which is no file", "a Python script", "check the path, or give -m for a module"
+            )
         )
-        raise typer.Exit(USAGE)
     raise Start(Script(script, tuple(arguments or ()), module, from_step, on_fault, directory))
 
 
@@ -124,6 +126,11 @@ def run(script: Script) -> None:
         SystemExit: With status 1: a fault has ended the script. Else the script's own.
     """
     path = _prepared(script)
+    if script.is_module and not _is_there(script.target):
+        say(
+            f"error: {BisectNanError(f'got no module {script.target}', 'one that Python finds from here', 'check the name')}"
+        )
+        raise SystemExit(USAGE)
     from bisect_nan.watching import watch as machinery  # noqa: PLC0415  (imports torch, which the command line does without)
 
     watcher = _Watcher(script)
@@ -146,6 +153,16 @@ def _prepared(script: Script) -> str:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if script.is_module else path.resolve().parent)
     return os.path.abspath(path)  # noqa: PTH100  (Path.absolute keeps `..`)
+
+
+def _is_there(module: str) -> bool:
+    """Whether Python finds a module; the packages around it are imported, and whatever they raise passes through."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        return False
 
 
 class _Watcher:

@@ -43,6 +43,7 @@ def main() -> int:
         send({"progress": [stage, done, total]})
 
     messages: list[str] = []
+    found: dict[str, Any] | None = None
     text = ""
     try:
         finding, snapshot = _find(request, progress, messages)
@@ -52,6 +53,7 @@ def main() -> int:
             progress("draw", 0, 0)
             messages.append(write_page(Path(request.html), finding, snapshot))
         status = STATUS.get(finding.verdict, CANNOT_TELL)
+        found = finding.to_dict()
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
@@ -70,7 +72,7 @@ def main() -> int:
         got = f"error: got an unexpected {type(error).__name__} in stage {last['stage']}: {error}"
         do = "report this fault of bisect_nan; -v shows the traceback"
         messages, status = [f"{got}\ndo this: {do}", *_trace(error, request)], CANNOT_TELL
-    send({"answer": text, "messages": messages, "status": status})
+    send({"answer": text, "messages": messages, "status": status, "finding": found})
     return status
 
 
