@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         NonFiniteValues,
         RecordingError,
         ReplayError,
+        ReproductionError,
         SnapshotError,
         StressFailure,
         TargetError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from bisect_nan.prevention.saving import save_checkpoint
     from bisect_nan.prevention.smoke import SmokeTest, smoke_test
     from bisect_nan.prevention.tensor import check_tensor
+    from bisect_nan.reproduction.minimal import MinimalScript, minimal_script
     from bisect_nan.snapshots.snapshot import Snapshot
     from bisect_nan.stressing.search import stress
 
@@ -45,11 +47,13 @@ __all__ = [
     "Headroom",
     "LayerTable",
     "LoopMistake",
+    "MinimalScript",
     "NonFiniteStep",
     "NonFiniteValues",
     "Phase",
     "RecordingError",
     "ReplayError",
+    "ReproductionError",
     "SmokeTest",
     "Snapshot",
     "SnapshotError",
@@ -63,6 +67,7 @@ __all__ = [
     "headroom",
     "layers",
     "locate",
+    "minimal_script",
     "save_checkpoint",
     "smoke_test",
     "stress",
@@ -84,6 +89,7 @@ _HOMES = {
     **dict.fromkeys(("Headroom", "headroom"), "prevention.headroom"),
     "FirstBad": "checkpoints.answer",
     "first_bad_checkpoint": "checkpoints.first",
+    **dict.fromkeys(("MinimalScript", "minimal_script"), "reproduction.minimal"),
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

@@ -26,6 +26,7 @@ from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import to_renderable
 from bisect_nan.command.meter import meter
+from bisect_nan.command.repro import repro
 from bisect_nan.errors import BisectNanError
 from bisect_nan.snapshots.manifest import Manifest
 
@@ -37,15 +38,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it."""
-
 _STATUS = (
     "Exit status: 0 clean · 1 located · 2 usage or unreadable file"
     " · 125 cannot tell (not reproduced, flaky, the case's own code raised, killed)"
 )
 
 app.command(epilog=_STATUS)(checkpoints)
+app.command(
+    epilog="Exit status: 0 script written and checked · 2 usage or unreadable file · 125 there is no such script"
+)(repro)
 
 
 class Search(enum.StrEnum):
@@ -165,7 +166,7 @@ def run(
         try:
             status = _attend(request)
         except KeyboardInterrupt:
-            status = _INTERRUPTED
+            status = child.INTERRUPTED
     raise typer.Exit(status)
 
 

@@ -38,6 +38,11 @@ _FOLDERS = (
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
     ("The answer", "answer", "witness story explain trial driver"),
+    (
+        "A short script that fails in the same way",
+        "reproduction",
+        "literals draft spelling surroundings drafting recapture oracle reduction shrink script check minimal",
+    ),
     ("Reports", "reports", "words terminal *"),
     (
         "Before it fails",
@@ -59,7 +64,7 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets worker crash inspection meter checkpoints watching",
+        "child user_code reading roles weights checkpoint stored tensors targets reproducing worker crash inspection meter repro checkpoints watching",
     ),
     ("What a user calls", "", "cli __main__"),
 )

@@ -19,10 +19,12 @@ import torch
 
 from bisect_nan.answer.driver import locate
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
+from bisect_nan.command.reproducing import write_script
 from bisect_nan.command.targets import load_target
 from bisect_nan.errors import BisectNanError, CodeError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
 from bisect_nan.reports import to_text
+from bisect_nan.snapshots.snapshot import Snapshot
 
 STATUS = {Verdict.CLEAN: CLEAN, Verdict.LOCATED: LOCATED}
 
@@ -40,9 +42,14 @@ def main() -> int:
     messages: list[str] = []
     text = ""
     try:
-        finding = _find(request, progress, messages)
-        text = _render(finding, request)
-        status = STATUS.get(finding.verdict, CANNOT_TELL)
+        snapshot, finding = _find(request, progress, messages)
+        if request.repro:
+            text, message = write_script(snapshot, finding, request, progress)
+            messages += [message] if message else []
+            status = CLEAN
+        else:
+            text = _render(finding, request)
+            status = STATUS.get(finding.verdict, CANNOT_TELL)
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
@@ -65,23 +72,26 @@ def main() -> int:
     return status
 
 
-def _find(request: Request, progress: Callable[[str, int, int], None], messages: list[str]) -> Finding:
+def _find(
+    request: Request, progress: Callable[[str, int, int], None], messages: list[str]
+) -> tuple[Snapshot | None, Finding]:
     """Load the target of a request and locate its fault; add what is worth saying to the messages."""
     scratch = Path(request.scratch)
     progress("load" if request.target.endswith(".safetensors") else "record", 0, 0)
     target = load_target(request)
     messages += target.notes
     if target.finding is not None:
-        return target.finding
+        return None, target.finding
     if target.snapshot is None:
-        return Finding(Verdict.CLEAN, search=SearchCost())
+        return None, Finding(Verdict.CLEAN, search=SearchCost())
     if request.save and target.captured:
         target.snapshot.save(Path(request.save))
         messages.append(f"Saved the snapshot as {request.save}.")
     elif request.careful and target.captured:
         target.snapshot.save(scratch / CAPTURED)
     careful = {"careful": True} if request.careful else {}
-    return locate(target.snapshot, search=request.search, progress=progress, **careful)
+    wanted = {"remedies": False} if request.repro else {}
+    return target.snapshot, locate(target.snapshot, search=request.search, progress=progress, **careful, **wanted)
 
 
 def _render(finding: Finding, request: Request) -> str:
