@@ -64,7 +64,10 @@ _FOLDERS = (
     (
         "The command line",
         "command",
-        "child user_code reading roles weights checkpoint stored tensors targets reproducing worker crash inspection meter repro checkpoints watching",
+        (
+            "child user_code reading roles weights checkpoint stored tensors targets reproducing worker crash inspection meter"
+            " repro checkpoints watching"
+        ),
     ),
     ("What a user calls", "", "cli __main__"),
 )

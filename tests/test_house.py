@@ -191,7 +191,10 @@ def forbidden(tree: ast.AST, name: str) -> Iterator[str]:
             yield from modules & {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
         if isinstance(node, ast.Call):
             called, keywords = ast.unparse(node.func), [ast.unparse(keyword) for keyword in node.keywords]
-            if called in ("eval", "exec", "compile", "__import__", "torch.hub.load", "torch.jit.load") and name != GENERATED:
+            if (
+                called in ("eval", "exec", "compile", "__import__", "torch.hub.load", "torch.jit.load")
+                and name != GENERATED
+            ):
                 yield called
             if called == "torch.load" and "weights_only=True" not in keywords:
                 yield called

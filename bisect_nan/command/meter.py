@@ -22,6 +22,7 @@ _STAGES = {
     "confirm": "confirming",
     "explain": "explaining",
     "remedy": "trying the remedy",
+    "reduce": "reducing",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bisect_nan.command.child import REDUCE, Request
@@ -30,9 +32,10 @@ def write_script(
         ReproductionError: There is no such script.
         TargetError: The file cannot be written.
     """
-    script = minimal_script(
-        snapshot, finding, progress=lambda _, asked, most: progress(REDUCE, asked, most), skip=request.skip
-    )
+    with _quiet():
+        script = minimal_script(
+            snapshot, finding, progress=lambda _, asked, most: progress(REDUCE, asked, most), skip=request.skip
+        )
     checked = f"checked: {script.checked}"
     if request.repro == "-":
         return script.code, checked
@@ -46,3 +49,16 @@ def write_script(
         ) from error
     count = len(script.code.splitlines())
     return f"wrote {request.repro}: {count} lines, {script.drafts} scripts tried\n{checked}\n", ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch's kernels print about the scripts that are tried, hundreds of times."""
+    before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nothing)

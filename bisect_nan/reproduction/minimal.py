@@ -13,7 +13,7 @@ from bisect_nan.reproduction.check import check
 from bisect_nan.reproduction.draft import Draft, Mode
 from bisect_nan.reproduction.drafting import Drafting
 from bisect_nan.reproduction.oracle import Oracle
-from bisect_nan.reproduction.recapture import Wanted, op_of
+from bisect_nan.reproduction.recapture import Lines, Wanted, op_of
 from bisect_nan.reproduction.reduction import ddmin
 from bisect_nan.reproduction.script import script_lines, script_text
 from bisect_nan.reproduction.shrink import shrink
@@ -77,6 +77,50 @@ def minimal_script(
         ReproductionError: There is no operation to show, or no short script shows it.
         ReplayError: A call of the program cannot be executed here.
     """
+    made = unchecked(snapshot, finding, progress=progress, skip=skip)
+    seen = made.wanted.located(check([(made.code, made.lines)])[0])
+    if seen is None:
+        raise ReproductionError(
+            "got another fault from the script in a fresh process", "the one that was found", _INSTEAD
+        )
+    return MinimalScript(made.code, seen.cause, made.wanted.op, made.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """A script that has run in this process only.
+
+    Attributes:
+        code: Its text.
+        lines: What it runs.
+        wanted: What has to be located in it.
+        drafts: How many scripts were run on the way.
+    """
+
+    code: str
+    lines: Lines
+    wanted: Wanted
+    drafts: int
+
+
+def unchecked(
+    snapshot: Snapshot | None,
+    finding: Finding,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    skip: Container[int] = (),
+) -> Unchecked:
+    """Do as `minimal_script` does, up to the fresh process.
+
+    Args:
+        snapshot: The step; None where a finding needed none.
+        finding: What was located in it.
+        progress: As for `minimal_script`.
+        skip: Likewise.
+
+    Raises:
+        ReproductionError: There is no operation to show, or no short script shows it.
+    """
     culprit = _culprit(finding)
     assert snapshot is not None  # an operation was located in it
     told, wanted = progress or (lambda *_: None), Wanted.of(finding, culprit)
@@ -88,14 +132,7 @@ def minimal_script(
         )
         raise ReproductionError(got, "a fault of a few calls", _INSTEAD)
     lines = script_lines(shrink(draft, oracle))
-    cause = next(cause for cause in sorted(wanted.causes))
-    code = script_text(lines, culprit, cause)
-    seen = wanted.located(check([(code, lines)])[0])
-    if seen is None:
-        raise ReproductionError(
-            "got another fault from the script in a fresh process", "the one that was found", _INSTEAD
-        )
-    return MinimalScript(script_text(lines, culprit, seen.cause), seen.cause, wanted.op, oracle.asked)
+    return Unchecked(script_text(lines, culprit, oracle.cause), lines, wanted, oracle.asked)
 
 
 def _culprit(finding: Finding) -> Culprit:

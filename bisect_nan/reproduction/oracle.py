@@ -14,6 +14,7 @@ class Oracle:
 
     Attributes:
         asked: How many drafts were run.
+        cause: What was located in the last one that shows the fault.
     """
 
     def __init__(self, wanted: Wanted, budget: int, told: Callable[[int], None], skip: Container[int]) -> None:
@@ -25,7 +26,7 @@ class Oracle:
             told: Told the number of each before it runs.
             skip: Numbers of drafts that end the process: they do not run, and the answer is no.
         """
-        self.asked = 0
+        self.asked, self.cause = 0, ""
         self._wanted, self._budget, self._told, self._skip = wanted, budget, told, skip
 
     @property
@@ -44,11 +45,14 @@ class Oracle:
         tensors = {known.name: known.tensor.clone().requires_grad_(known.grad) for known in draft.literals}
         try:
             lines = lines_of(draft)
-            return fails(lines, tensors) and self._wanted.located(located(lines, tensors)) is not None
+            seen = self._wanted.located(located(lines, tensors)) if fails(lines, tensors) else None
         except BisectNanError:
             return False
         except Exception:  # noqa: BLE001  (operators refuse arguments with errors of any kind: this is no such script)
             return False
+        if seen is not None:
+            self.cause = seen.cause
+        return seen is not None
 
 
 def lines_of(draft: Draft) -> Lines:
