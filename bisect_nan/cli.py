@@ -1,4 +1,4 @@
-"""The command line: `bisect-nan run`, `watch`, `explain`, `causes` and `inspect`.
+"""The command line: `bisect-nan run`, `repro`, `watch`, `explain`, `causes` and `inspect`.
 
 This process imports no torch for `run` and `inspect`, so that `--help` and a mistyped option answer at once; the work is done
 in a child process (see `bisect_nan.command.child`).

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from bisect_nan.command.child import REDUCE, Request
+from bisect_nan.command.child import REDUCE, Progress, Request
 from bisect_nan.errors import TargetError
 from bisect_nan.finding import Finding
 from bisect_nan.reproduction.minimal import minimal_script
 from bisect_nan.snapshots.snapshot import Snapshot
 
 
-def write_script(
-    snapshot: Snapshot | None, finding: Finding, request: Request, progress: Callable[[str, int, int], None]
-) -> tuple[str, str]:
+def write_script(snapshot: Snapshot | None, finding: Finding, request: Request, progress: Progress) -> tuple[str, str]:
     """Make the script and write it to the file that was asked for.
 
     Args:

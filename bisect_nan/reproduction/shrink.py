@@ -67,7 +67,8 @@ def _sizes(draft: Draft, oracle: Oracle) -> Draft:
 def _cut(draft: Draft, axes: Sequence[tuple[int, int]], size: int, oracle: Oracle) -> Draft:
     """Keep few of the indices of some dimensions, all of one size; the element that is blamed is tried first."""
     wanted = sorted({index for index in draft.element if index < size} | {0})
-    for numbers in (True, False):
+    named = any(_resized((step.args, step.kwargs), size, 0) != (step.args, step.kwargs) for step in draft.steps)
+    for numbers in (True, False) if named else (False,):
         made = functools.partial(_selected, draft, axes, size, numbers=numbers)
         smaller = _first((made([index]) for index in wanted), oracle, draft)
         if smaller is not draft:
@@ -109,7 +110,7 @@ def _resized(item: Any, old: int, new: int) -> Any:
 
 
 def _dimensions(draft: Draft, oracle: Oracle) -> Draft:
-    """Leave out dimensions of one element, in front and behind, of all tensors at once and of each alone."""
+    """Leave out dimensions of one element, in front and behind, of the tensors that have the most dimensions."""
     for dim in (0, -1):
         while any(literal.tensor.dim() > 1 and literal.tensor.shape[dim] == 1 for literal in draft.literals):
             most = max(literal.tensor.dim() for literal in draft.literals)
