@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NonFiniteValues,
         RecordingError,
         ReplayError,
+        ReproductionError,
         SnapshotError,
         StressFailure,
         TargetError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from bisect_nan.prevention.saving import save_checkpoint
     from bisect_nan.prevention.smoke import SmokeTest, smoke_test
     from bisect_nan.prevention.tensor import check_tensor
+    from bisect_nan.reproduction.minimal import MinimalScript, minimal_script
     from bisect_nan.snapshots.snapshot import Snapshot
     from bisect_nan.stressing.search import stress
 
@@ -48,11 +50,13 @@ __all__ = [
     "Headroom",
     "LayerTable",
     "LoopMistake",
+    "MinimalScript",
     "NonFiniteStep",
     "NonFiniteValues",
     "Phase",
     "RecordingError",
     "ReplayError",
+    "ReproductionError",
     "SmokeTest",
     "Snapshot",
     "SnapshotError",
@@ -66,6 +70,7 @@ __all__ = [
     "headroom",
     "layers",
     "locate",
+    "minimal_script",
     "picture",
     "save_checkpoint",
     "smoke_test",
@@ -89,6 +94,7 @@ _HOMES = {
     **dict.fromkeys(("Headroom", "headroom"), "prevention.headroom"),
     "FirstBad": "checkpoints.answer",
     "first_bad_checkpoint": "checkpoints.first",
+    **dict.fromkeys(("MinimalScript", "minimal_script"), "reproduction.minimal"),
     **dict.fromkeys(("Culprit", "Finding", "Phase", "Verdict"), "finding"),
 }
 """Where the names live that are in no other module than `errors`."""

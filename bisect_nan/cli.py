@@ -26,6 +26,7 @@ from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import meter
 from bisect_nan.command.printing import refuse, say, show
+from bisect_nan.command.repro import repro
 from bisect_nan.command.schema import schema
 from bisect_nan.errors import BisectNanError
 
@@ -36,9 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it."""
 
 _STATUS = (
     "Exit status: 0 clean · 1 located · 2 usage or unreadable file"
@@ -198,7 +196,7 @@ def run(
         try:
             status = _attend(request)
         except KeyboardInterrupt:
-            status = _INTERRUPTED
+            status = child.INTERRUPTED
     raise typer.Exit(status)
 
 
@@ -254,6 +252,9 @@ def inspect(
     show(to_renderable(snapshot, manifest, everything=verbose))
 
 
+app.command(
+    epilog="Exit status: 0 script written and checked · 2 usage or unreadable file · 125 there is no such script"
+)(repro)
 app.command(epilog=_STATUS)(checkpoints)
 app.command(epilog=_LOOKED_UP)(schema)
 app.command(epilog=mcp.EPILOG)(mcp.mcp)

@@ -9,6 +9,7 @@
     ├── FindingError        a dictionary that is not the JSON form of a finding
     ├── TargetError         a model, loss or case named on the command line that cannot be used
     │   └── CodeError       its own code raised
+    ├── ReproductionError   a fault that no short script shows
     ├── NonFiniteValues     a batch, a model, a tensor or a checkpoint with NaN or Inf, found by a check
     ├── NonFiniteStep       raised by Guard into a training loop
     └── StressFailure       an input that stress found to make a loss non-finite
@@ -76,6 +77,10 @@ class TargetError(BisectNanError):
 
 class CodeError(TargetError):
     """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""
+
+
+class ReproductionError(BisectNanError):
+    """There is no short script of torch calls that shows a fault: no operation makes it, or it needs more of the step."""
 
 
 class NonFiniteValues(BisectNanError):  # noqa: N818  (as NonFiniteStep)

@@ -43,6 +43,11 @@ _FOLDERS = (
     ),
     ("The answer", "answer", "witness story explain trial driver picture"),
     (
+        "A short script that fails in the same way",
+        "reproduction",
+        "literals draft spelling surroundings drafting recapture oracle reduction shrink script check minimal",
+    ),
+    (
         "Reports",
         "reports",
         (
@@ -73,8 +78,8 @@ _FOLDERS = (
         "The command line",
         "command",
         (
-            "child user_code reading roles weights checkpoint stored tensors cases targets again answers page worker crash inspection meter"
-            " printing checkpoints schema watching mcp_server mcp"
+            "child user_code reading roles weights checkpoint stored tensors cases targets again answers page reproducing"
+            " worker crash inspection meter printing repro checkpoints schema watching mcp_server mcp"
         ),
     ),
     ("In tests", "", "integrations.pytest_plugin"),

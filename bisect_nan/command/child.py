@@ -19,8 +19,11 @@ from typing import Any
 Progress = Callable[[str, int, int], None]
 """Called with the stage, the nodes done in it and the nodes that it has."""
 
-CLEAN, LOCATED, USAGE, CANNOT_TELL = 0, 1, 2, 125
-"""Exit statuses of the command line; 125 makes `git bisect run` skip a commit."""
+CLEAN, LOCATED, USAGE, CANNOT_TELL, INTERRUPTED = 0, 1, 2, 125, 130
+"""Exit statuses of the command line; 125 makes `git bisect run` skip a commit, 130 is Ctrl-C, as shells count it."""
+
+REDUCE = "reduce"
+"""The stage in which scripts are tried, each announced by its number."""
 
 CAPTURED = "captured.safetensors"
 """Name, in the scratch folder, of the snapshot that a careful run keeps, so that a crash can be tied to its source line."""
@@ -53,6 +56,8 @@ class Request:
         colour: Colour system of the terminal that the report is for; None for plain text.
         scratch: Folder for files that are needed only while the command runs.
         careful: Whether to announce every node before it runs, and to keep a captured snapshot in `scratch`.
+        repro: Where to write the shortest script that fails in the same way, `-` for standard output; empty for a report instead.
+        skip: Numbers of scripts on the way to that one that ended an earlier child.
     """
 
     target: str
@@ -72,6 +77,8 @@ class Request:
     colour: str | None = None
     scratch: str = ""
     careful: bool = False
+    repro: str = ""
+    skip: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """Return the form in which the request travels to the child."""

@@ -23,6 +23,7 @@ STAGES = {
     "explain": "explaining",
     "draw": "drawing",
     "remedy": "trying the remedy",
+    "reduce": "reducing",
 }
 """What the child does, in words, by the names of its stages."""
 

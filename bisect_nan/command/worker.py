@@ -21,6 +21,7 @@ from bisect_nan.answer.driver import locate
 from bisect_nan.command.answers import render, write_files
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
 from bisect_nan.command.page import write_page
+from bisect_nan.command.reproducing import write_script
 from bisect_nan.command.targets import load_target
 from bisect_nan.errors import BisectNanError, CodeError, SnapshotError, TargetError
 from bisect_nan.finding import Finding, SearchCost, Verdict
@@ -47,13 +48,18 @@ def main() -> int:
     text = ""
     try:
         finding, snapshot = _find(request, progress, messages)
-        write_files(finding, request)
-        text = render(finding, request)
-        if request.html:
-            progress("draw", 0, 0)
-            messages.append(write_page(Path(request.html), finding, snapshot))
-        status = STATUS.get(finding.verdict, CANNOT_TELL)
         found = finding.to_dict()
+        if request.repro:
+            text, message = write_script(snapshot, finding, request, progress)
+            messages += [message] if message else []
+            status = CLEAN
+        else:
+            status = STATUS.get(finding.verdict, CANNOT_TELL)
+            write_files(finding, request)
+            text = render(finding, request)
+            if request.html:
+                progress("draw", 0, 0)
+                messages.append(write_page(Path(request.html), finding, snapshot))
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
@@ -93,7 +99,9 @@ def _find(request: Request, progress: Callable[[str, int, int], None], messages:
     elif request.careful and target.captured:
         target.snapshot.save(scratch / CAPTURED)
     careful = {"careful": True} if request.careful else {}
-    return locate(target.snapshot, search=request.search, progress=progress, **careful), target.snapshot
+    wanted = {"remedies": False} if request.repro else {}
+    finding = locate(target.snapshot, search=request.search, progress=progress, **careful, **wanted)
+    return finding, target.snapshot
 
 
 def _trace(error: BaseException | None, request: Request) -> list[str]:
