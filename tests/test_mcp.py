@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from bisect_nan.finding import Finding
 from bisect_nan.strict_json import parse
 
-mcp = pytest.importorskip("mcp")
+mcp, anyio = pytest.importorskip("mcp"), pytest.importorskip("anyio")
 
 from bisect_nan.command.mcp_server import Tools  # noqa: E402  (imports the extra)
 
@@ -104,7 +103,7 @@ def is_gone(pid: int) -> bool:
 async def until(holds: Callable[[], bool]) -> None:
     """Wait until something holds; not forever."""
     with anyio.fail_after(60):
-        while not holds():  # noqa: ASYNC110  (another process has no events)
+        while not holds():
             await anyio.sleep(0.02)
 
 
@@ -125,7 +124,7 @@ def test_an_editor_asks_for_the_culprit() -> None:
         return tools.tools, await client.call_tool("run", {"path": ATTENTION}, progress_callback=progress)
 
     tools, result = talk(stdio(), call)
-    assert [tool.name for tool in tools] == ["run", "explain", "inspect"]
+    assert [tool.name for tool in tools] == ["run", "repro", "explain", "inspect"]
     assert all(tool.description for tool in tools)
     assert not result.is_error
     assert text_of(result).startswith("error[softmax_all_masked]: `softmax` made the first NaN")
@@ -141,6 +140,13 @@ def test_a_clean_step_is_an_answer() -> None:
     result = ask("run", path=str(FIXTURES / "harmless_masks.safetensors"))
     assert not result.is_error
     assert result.structured_content["verdict"] == "clean"
+
+
+def test_repro() -> None:
+    """A fault is reduced to a script of torch calls."""
+    result = ask("repro", path=str(FIXTURES / "backward_sqrt_at_zero.safetensors"))
+    assert "import torch" in text_of(result)
+    assert result.structured_content["culprit"]["cause"] == "sqrt_grad_at_zero"
 
 
 def test_explain() -> None:

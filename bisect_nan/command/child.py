@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -24,6 +24,9 @@ CLEAN, LOCATED, USAGE, CANNOT_TELL, INTERRUPTED = 0, 1, 2, 125, 130
 
 REDUCE = "reduce"
 """The stage in which scripts are tried, each announced by its number."""
+
+LEFT_OUT = (1, 4, 16, 64, 256)
+"""Scripts that are left out after one ended the process, as some kernels do on hostile values: those like it come in a row."""
 
 CAPTURED = "captured.safetensors"
 """Name, in the scratch folder, of the snapshot that a careful run keeps, so that a crash can be tied to its source line."""
@@ -157,6 +160,11 @@ def command(request: Request) -> list[str]:
     """Return the command that starts a child; its standard output is for `Hearing`."""
     # -P: a stranger's crash file may lie in a folder with a `json.py` beside it, which must not be imported.
     return [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan.command.worker", request.to_json()]
+
+
+def without(request: Request, crash: Crash, count: int) -> Request:
+    """Return a request for a script that leaves out so many, from the one on that ended the child."""
+    return replace(request, skip=(*request.skip, *range(crash.node, crash.node + count)))
 
 
 def attend(request: Request, progress: Progress) -> Answer | Crash:

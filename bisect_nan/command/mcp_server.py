@@ -77,6 +77,7 @@ class Tools:
         reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
         for tool, title, hints in (
             (self.run, "Locate the culprit of a NaN or Inf", looks),
+            (self.repro, "Write a short script that fails in the same way", looks),
             (self.explain, "Explain a cause", reads),
             (self.inspect, "Show what a crash snapshot holds", reads),
         ):
@@ -97,6 +98,14 @@ class Tools:
         `culprit` (`file`, `line`, `text`, `module`, `cause`, `samples`, `remedy` ...), `culprits` where there are several, `innocents`.
         """
         answer = await self._answered(child.Request(target=self._permitted(path)), context)
+        return _result(answer.text, *answer.messages, structured=answer.finding)
+
+    async def repro(self, path: Target, context: Context[Any]) -> CallToolResult:
+        """Reduce the fault to the shortest script of torch calls that fails in the same way, for a test or a bug report.
+
+        Takes a crash snapshot. The script needs nothing but torch; the structured content is the finding.
+        """
+        answer = await self._answered(child.Request(target=self._permitted(path), repro="-"), context)
         return _result(answer.text, *answer.messages, structured=answer.finding)
 
     async def explain(self, cause: Cause) -> CallToolResult:
@@ -144,8 +153,12 @@ class Tools:
             with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
                 request = replace(request, scratch=scratch)
                 end = await self._attend(request, told)
-                if isinstance(end, child.Crash) and not end.wanted:
-                    request = replace(request, careful=True)
+                for count in child.LEFT_OUT if request.repro else (0,):
+                    if not isinstance(end, child.Crash) or end.wanted:
+                        break
+                    if request.repro and end.stage != child.REDUCE:
+                        break
+                    request = child.without(request, end, count) if request.repro else replace(request, careful=True)
                     end = await self._attend(request, told)
                 if isinstance(end, child.Crash):
                     raise ToolError(describe_crash(end, request))

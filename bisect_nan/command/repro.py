@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,6 @@ from rich.console import Console
 from bisect_nan.command import child
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.meter import meter
-
-_LEFT_OUT = (1, 4, 16, 64, 256)
-"""Scripts that are left out after one ended the process, as some kernels do on hostile values: those like it come in a row."""
 
 
 def repro(
@@ -53,10 +49,10 @@ def _attend(request: child.Request) -> int:
     """Have the script made, without those attempts that ended the process; print the answer, return the exit status."""
     with meter(Console(stderr=True)) as progress:
         end = child.attend(request, progress)
-        for count in _LEFT_OUT:
+        for count in child.LEFT_OUT:
             if not isinstance(end, child.Crash) or end.wanted or end.stage != child.REDUCE:
                 break
-            request = replace(request, skip=(*request.skip, *range(end.node, end.node + count)))
+            request = child.without(request, end, count)
             end = child.attend(request, progress)
     if isinstance(end, child.Crash):
         typer.echo(f"error: {describe_crash(end, request)}", err=True)

@@ -48,7 +48,6 @@ def main() -> int:
     text = ""
     try:
         finding, snapshot = _find(request, progress, messages)
-        found = finding.to_dict()
         if request.repro:
             text, message = write_script(snapshot, finding, request, progress)
             messages += [message] if message else []
@@ -60,6 +59,7 @@ def main() -> int:
             if request.html:
                 progress("draw", 0, 0)
                 messages.append(write_page(Path(request.html), finding, snapshot))
+        found = finding.to_dict()
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (SnapshotError, TargetError) as error:
