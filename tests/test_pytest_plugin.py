@@ -270,8 +270,8 @@ def test_only_named_files_are_tests() -> None:
 
 
 def test_readme() -> None:
-    """The settings and the tests that README shows work as it says, with a snapshot whose code has been mended."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The settings and the tests that docs/use.md shows work as it says, with a snapshot whose code has been mended."""
+    text = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
     for language, file in (("toml", "pyproject.toml"), ("py", "tests/test_it.py")):
         (block,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         Path(file).write_text(block)
