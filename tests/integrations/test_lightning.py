@@ -177,7 +177,11 @@ def test_a_bad_step_is_left_out(kind: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("make", [Module, lambda: Module(torch.optim.LBFGS), Manual, Skipping], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [Module, lambda: Module(torch.optim.LBFGS), Manual, Skipping],
+    ids=["usual", "closure", "manual", "skipping"],
+)
 def test_a_healthy_training_is_the_same(options: str, make: Callable[[], Any]) -> None:
     """With the callback it gives the same numbers as without, bit by bit; a NaN in the validation is nobody's fault."""
     lbfgs, manual = getattr(make(), "make", None) is torch.optim.LBFGS, isinstance(make(), Manual)
