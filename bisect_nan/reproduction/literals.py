@@ -53,7 +53,9 @@ def number_text(value: Any, dtype: torch.dtype = torch.float64) -> str:
     for digits in range(1, 17):
         short = float(f"{value:.{digits}g}")
         if torch.tensor(short, dtype=dtype).item() == value:
-            return repr(short)
+            return min(
+                repr(short), repr(value), key=len
+            )  # 9984.0 in bfloat16 is 1e4 as well, which Python writes as 10000.0
     return repr(value)
 
 
