@@ -102,7 +102,6 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
     Attributes:
         path: The snapshot file, or None when there is none (the message says why).
         symptom: Where the failure shows.
-        problem: Why there is no file, or what is odd about it; empty when all is well.
     """
 
     def __init__(self, path: Path | None, symptom: Symptom, problem: str = "") -> None:
@@ -113,7 +112,7 @@ class NonFiniteStep(BisectNanError):  # noqa: N818  (reads as what happened; it 
             symptom: Where the failure shows.
             problem: Why there is no file, or what is odd about it; empty when all is well.
         """
-        self.path, self.symptom, self.problem = path, symptom, problem
+        self.path, self.symptom = path, symptom
         got = symptom.describe()
         if path is None:
             got += f"; no snapshot was written: {problem}"

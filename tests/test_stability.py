@@ -20,8 +20,8 @@ from bisect_nan.replaying.stretch import Stretch
 TURNS = itertools.count()
 
 
-@torch.library.custom_op("kernels::unreliable", mutates_args=())
-def unreliable(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("kernels::every_third", mutates_args=())
+def every_third(x: torch.Tensor) -> torch.Tensor:
     """A kernel that gives NaN every third time."""
     return x * (math.nan if next(TURNS) % 3 == 0 else 1.0)
 
@@ -37,9 +37,9 @@ def unstable_node(snapshot: Snapshot) -> str:
 
 def test_a_call_that_is_not_repeatable_is_named() -> None:
     """The same inputs give another result: a race, or a faulty device."""
-    snapshot = Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), lambda m, x: unreliable(m(x)).sum())
+    snapshot = Snapshot.capture(nn.Linear(3, 2), torch.ones(2, 3), lambda m, x: every_third(m(x)).sum())
     found = {unstable_node(snapshot) for _ in range(3)}
-    assert found - {""} == {"kernels.unreliable.default"}
+    assert found - {""} == {"kernels.every_third.default"}
 
 
 def test_random_calls_are_repeatable() -> None:
@@ -65,7 +65,7 @@ def test_a_fault_that_comes_and_goes_is_told_with_its_kernel() -> None:
     """Nothing is blamed; how often the fault showed is said, and which call is not repeatable."""
     while True:
         snapshot = Snapshot.capture(
-            nn.Linear(3, 2), torch.ones(2, 3), lambda m, x: unreliable(m(x)).sum(), backward=False
+            nn.Linear(3, 2), torch.ones(2, 3), lambda m, x: every_third(m(x)).sum(), backward=False
         )
         if snapshot.observed is not None:
             break

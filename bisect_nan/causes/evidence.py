@@ -139,11 +139,6 @@ class Evidence:
         assert output is not None
         return output[self.mask] if output.shape == self.mask.shape else None
 
-    def heals_in(self, dtype: torch.dtype) -> bool:
-        """Whether every blamed element is finite when the call runs in `dtype`."""
-        values = self.recomputed(dtype)
-        return values is not None and not finite.has([values], finite.NonFinite.ANY)
-
     def kinds(self) -> finite.NonFinite:
         """Which kinds of non-finite value the blamed elements hold."""
         return finite.kinds(self.result)

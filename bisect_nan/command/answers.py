@@ -32,16 +32,21 @@ def write_files(finding: Finding, request: Request) -> None:
     if request.sarif:
         explained = {culprit.cause: causes.explain(culprit.cause) for culprit in finding.culprits}
         text = json.dumps(to_sarif(finding, explained, _lines_here(finding)), indent=2, allow_nan=False)
-        _write(Path(request.sarif), text + "\n", "--sarif")
+        write_text(Path(request.sarif), text + "\n", "--sarif")
 
 
-def _write(path: Path, text: str, option: str) -> None:
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write what an option asks for into its file, as a whole or not at all.
+
+    Raises:
+        TargetError: It cannot be written.
+    """
     try:
         with whole_file(path) as file:
             file.write(text.encode())
     except OSError as problem:
-        got = f"got {option} {path}, which cannot be written: {problem.strerror}"
-        raise TargetError(got, "a file", "check the path") from problem
+        got = f"got {path}, which cannot be written: {problem.strerror}"
+        raise TargetError(got, "a file", f"name another one after {option}") from problem
 
 
 def _lines_here(finding: Finding) -> dict[SourceLine, str]:

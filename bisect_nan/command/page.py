@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bisect_nan.answer.picture import picture
+from bisect_nan.command.answers import write_text
 from bisect_nan.errors import BisectNanError, ReplayError
 from bisect_nan.finding import Finding
 from bisect_nan.snapshots.snapshot import Snapshot
-from bisect_nan.whole_file import whole_file
 
 
 def write_page(path: Path, finding: Finding, snapshot: Snapshot | None) -> str:
@@ -28,16 +28,7 @@ def write_page(path: Path, finding: Finding, snapshot: Snapshot | None) -> str:
     except ReplayError as problem:
         missing = f", without pictures: {problem}"
     try:
-        _write(finding.to_html(drawn), path)
+        write_text(path, finding.to_html(drawn), "--html")
     except BisectNanError as problem:
         return f"error: {problem}"
     return f"Wrote the report as {path}{missing}"
-
-
-def _write(page: str, path: Path) -> None:
-    try:
-        with whole_file(path) as file:
-            file.write(page.encode())
-    except OSError as problem:
-        got = f"got {path}, which cannot be written: {problem.strerror}"
-        raise BisectNanError(got, "a file", "name another one after --html") from problem
