@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bisect_nan.loop.watch import Fault, Watch
 from torch import nn
+
+from bisect_nan.watching.watch import Fault, Watch
 
 Step = Callable[[], None]
 
