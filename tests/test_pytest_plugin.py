@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -65,8 +66,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*arguments: str) -> tuple[dict[str, str], str, dict[str, dict[str, str]]]:
     """Run pytest with the plugin; return each test's outcome, all output, and the properties that JUnit's report has of each."""
     command = [sys.executable, "-m", "pytest", "-p", "bisect_nan.integrations.pytest_plugin", "-p", "no:cacheprovider"]
+    # On CI pytest repeats each failure's whole text in its last lines (see running_on_ci in pytest 9).
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")}
     done = subprocess.run(  # noqa: S603  (this very interpreter)
-        [*command, "--junitxml=report.xml", "-rA", *arguments], capture_output=True, text=True, check=False
+        [*command, "--junitxml=report.xml", "-rA", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     outcomes: dict[str, str] = {}
     properties: dict[str, dict[str, str]] = {}
