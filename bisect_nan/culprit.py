@@ -46,7 +46,8 @@ class Symptom:
     """Where the failure shows.
 
     Attributes:
-        kind: `loss`, `gradient`, `parameter`, `buffer`, `input` or `optimizer` (a tensor of the optimizer's own).
+        kind: `loss`, `gradient`, `parameter`, `buffer`, `input`, `optimizer` (a tensor of the optimizer's own) or `value` (what was
+            looked at before the step raised).
         name: Path of the tensor (`layers.0.weight`); `loss` for the loss.
         nonfinite: The kinds of value found there: `nan`, `+inf`, `-inf`.
         others: How many further tensors of the same kind are non-finite.

@@ -80,7 +80,7 @@ class Finding(AsPage):  # noqa: PLW1641  (there is no hash of a dictionary)
         search: What the answer cost.
         environment: What differs between the recording and this machine; empty when nothing does.
         notes: What was seen where nothing is blamed, each a sentence without a full stop.
-        loss: The loss of the step as recorded.
+        loss: The loss of the step as recorded; None where the step came to none.
     """
 
     verdict: Verdict

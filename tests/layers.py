@@ -13,8 +13,8 @@ _FOLDERS = (
         "A recorded step",
         "recording",
         (
-            "program traits unmoved generators binding lines calls values frontiers uninitialized applications recorder naming"
-            " holdings shown state outcome setting capture live"
+            "targets program memory traits unmoved generators binding lines calls values frontiers uninitialized applications"
+            " recorder naming holdings shown state outcome raised setting capture live"
         ),
     ),
     (
@@ -72,7 +72,7 @@ _FOLDERS = (
             " vigil late guard"
         ),
     ),
-    ("A training script under watch", "watching", "graphs stream names suspects tape watch"),
+    ("A training script under watch", "watching", "graphs stream names suspects looks tape watch"),
     ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     (
         "The command line",

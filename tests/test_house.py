@@ -50,7 +50,8 @@ INTERNALS = {
     # The norms of many tensors in one call, which `torch.nn.utils.get_total_norm` wraps in five others.
     "norms": {"_foreach_norm"},
     "blaming.confirm": {"_values"},
-    "snapshots.storages": {"_indices", "_values", "_neg_view"},
+    "snapshots.storages": {"_indices", "_values"},
+    "recording.memory": {"_neg_view"},
     # The fields of Python's named tuples.
     "prevention.nested": {"_fields"},
     # Whether the backward pass runs.

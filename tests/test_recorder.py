@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.recording.capture import record
-from bisect_nan.recording.program import Node, Program, Targets
+from bisect_nan.recording.program import Node, Program
 from bisect_nan.recording.recorder import Recorder
+from bisect_nan.recording.targets import Targets
 
 
 def program_of(model: Any, batch: Any, step: Callable[[Any, Any], Any]) -> Program:

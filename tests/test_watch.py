@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -708,3 +709,96 @@ def test_workers_of_data_loaders() -> None:
             optimizer.step()
     assert blamed(seen.finding())[1:] == (Phase.FORWARD, line_of("worker"))
     assert {p.name for p in seen.snapshot.program.placeholders} >= {"batch[0]", "batch[1]"}
+
+
+def stopping(model: nn.Module, check: Callable[[torch.Tensor], object], *, batches: Iterable[int] = range(3)) -> None:
+    """Train, with a zero under a logarithm in batch 1, and let the script look at its loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in batches:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 3)).square() * (number != 1)).log().mean()  # looked at
+        if check(loss) == "break":
+            break
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def refused(loss: torch.Tensor) -> None:
+    """Raise for a loss that is not finite."""
+    if not math.isfinite(loss.item()):
+        raise ArithmeticError(f"loss is {loss.item()}")
+
+
+def left(loss: torch.Tensor) -> None:
+    """End the script for a loss that is not finite."""
+    if not torch.isfinite(loss):
+        raise SystemExit(1)
+
+
+@pytest.mark.parametrize("check", [refused, left])
+def test_a_script_that_ends_at_its_own_look(check: Callable[[torch.Tensor], object]) -> None:
+    """What it raises is explained by what it has looked at, before any backward pass."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with watched() as seen:
+        try:
+            stopping(model, check)
+        except (ArithmeticError, SystemExit) as error:
+            fault = seen.watch.ended(error)
+            assert fault is not None
+            seen.faults.append(fault)
+    assert seen.faults[0].step == 1
+    assert blamed(seen.finding()) == ("log_of_zero", Phase.FORWARD, line_of("looked at"))
+    symptom = seen.finding().symptom
+    assert symptom is not None
+    assert symptom.kind == "value"
+
+
+def test_a_script_that_comes_to_its_end_early() -> None:
+    """A loop that it leaves at a NaN counts, one that goes on does not, nor an infinity, which may be meant."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with watched() as seen:
+        stopping(model, lambda loss: "break" if torch.isnan(loss - loss) else None)
+        fault = seen.watch.ended(None)
+    assert fault is not None
+    seen.faults.append(fault)
+    assert blamed(seen.finding())[0] == "log_of_zero"
+    for batches, quotient in (((1, 0), 0.0), ((0, 2), 1.0)):  # a bad batch that is left out, and none
+        with watched() as seen:
+            stopping(model, lambda loss: "break" if torch.isnan(loss - loss) else None, batches=batches[1:])
+            assert math.isinf((torch.ones(()) / torch.tensor(quotient)).item()) == (quotient == 0)
+            assert seen.watch.ended(None) is None
+
+
+def test_a_gradient_that_the_script_looks_at() -> None:
+    """A script that raises for the norm of its gradients is explained by its backward pass; an unrelated end is none."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with watched() as seen:
+        model(torch.ones(2, 3)).mul(0).square().sum().sqrt().backward()  # of zero
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not torch.isfinite(norm)
+        fault = seen.watch.ended(ArithmeticError())
+    assert fault is not None
+    seen.faults.append(fault)
+    assert blamed(seen.finding()) == ("sqrt_grad_at_zero", Phase.BACKWARD, line_of("of zero"))
+    with watched() as seen:
+        model(torch.ones(2, 3)).mul(0).square().sum().sqrt().backward()
+        assert seen.watch.ended(KeyboardInterrupt()) is None
+    model.zero_grad()
+    with watched() as seen:
+        model(torch.ones(2, 3)).sum().backward()
+        assert seen.watch.ended(KeyError("another reason")) is None
+
+
+def test_anomaly_mode_of_the_script() -> None:
+    """The backward pass runs to its end, which the watch looks at, and the mode stays on."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.autograd.set_detect_anomaly(mode=True)
+    try:
+        with watched() as seen:
+            model(torch.ones(2, 3)).mul(0).square().sum().sqrt().backward()  # anomaly
+            assert torch.is_anomaly_enabled()
+            optimizer.step()
+    finally:
+        torch.autograd.set_detect_anomaly(mode=False)
+    assert blamed(seen.finding()) == ("sqrt_grad_at_zero", Phase.BACKWARD, line_of("anomaly"))

@@ -291,7 +291,7 @@ class _Case:
             innocents=tuple(_innocent(self.program, birth) for birth in self._acquitted(births, innocents)),
             search=cost,
             environment=self.snapshot.differences(),
-            loss=self.snapshot.loss,
+            loss=None if self.program.targets.values else self.snapshot.loss,
             notes=tuple(self.notes),
         )
 

@@ -248,20 +248,22 @@ class Trial:
         return Outcome(finite=True, loss=value, text=f"loss {value:.6g}, all {len(targets.gradients)} gradients finite")
 
     def _update(self, changes: Mapping[int, Change], placeholders: Env, types: Types) -> Outcome:
-        """Execute the optimizer's step."""
+        """Execute the optimizer's step, or one that raised up to what it had looked at."""
         targets = self._program.targets
         results = {**targets.parameters, **targets.optimizer, **targets.buffers}
-        stretch = Stretch(self._program, self._dependence.slice(results.values()), results.values())
+        wanted = [*results.values(), *targets.values.values()]
+        stretch = Stretch(self._program, self._dependence.slice(wanted), wanted)
         rerun = Rerun(stretch, placeholders, changes, types)
         rerun.forward()
         bad = [name for name, number in results.items() if self._spoiled(rerun.env[number], number)]
+        if targets.values:
+            bad, name = [n for n, v in targets.values.items() if finite.probe([rerun.env[v]])], min(targets.values)
+            seen = "still non-finite" if bad else "finite, and the step has not been followed beyond it"
+            return Outcome(finite=not bad, loss=None, text=f"the value {name} is {seen}")
         if bad:
             return Outcome(finite=False, loss=None, text=f"{bad[0]} is still non-finite after the update")
-        return Outcome(
-            finite=True,
-            loss=self._snapshot.loss,
-            text=f"all {len(targets.parameters)} parameters finite after the update",
-        )
+        finite_now = f"all {len(targets.parameters)} parameters finite after the update"
+        return Outcome(finite=True, loss=self._snapshot.loss, text=finite_now)
 
     def _forward(self, wanted: Sequence[int]) -> list[int]:
         """The calls behind some values, without those of the backward pass."""

@@ -77,7 +77,8 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
         name = "" if symptom["kind"] == "loss" else f" {symptom['name']}"
         more = f" (and {symptom['others']} more)" if symptom["others"] else ""
         yield "symptom", f"{symptom['kind']}{name} is {' and '.join(symptom['nonfinite'])}{more}"
-    yield "loss", f"{manifest.loss:.5g}"
+    if symptom is None or symptom["kind"] != "value":  # a step that raised came to none
+        yield "loss", f"{manifest.loss:.5g}"
     if manifest.step_number is not None:
         yield "step", f"{manifest.step_number}"
     yield "program", f"{manifest.nodes} nodes"

@@ -141,9 +141,13 @@ def run(script: Script) -> None:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(path, run_name="__main__")
+    except BaseException as error:
+        watcher.failed(watched, error)
+        raise
+    else:
+        watcher.ended(watched)
     finally:
         watched.close()
-    watcher.ended(watched)
 
 
 def _prepared(script: Script) -> str:
@@ -173,7 +177,20 @@ class _Watcher:
         self._stopped = self._silent = False
 
     def caught(self, fault: Fault) -> None:
-        """Save, locate and tell the first fault; end the script if that was asked for."""
+        """Tell the first fault; end the script if that was asked for."""
+        self._report(fault)
+        if self._script.on_fault is OnFault.STOP:
+            self._stopped = True
+            self._end()
+
+    def failed(self, watched: Watch, error: BaseException) -> None:
+        """Tell the fault that made the script raise, if there is one; what it raised goes on its way."""
+        fault = watched.ended(error)
+        if fault is not None:
+            self._report(fault)
+
+    def _report(self, fault: Fault) -> None:
+        """Save, locate and tell a fault."""
         self._silent = True
         if fault.snapshot is None:
             _say(f"error: got a parameter that is not finite after step {fault.step}, which was not recorded")
@@ -183,13 +200,13 @@ class _Watcher:
                 _say(*str(fault.problem).splitlines())
         else:
             self._tell(fault)
-        if self._script.on_fault is OnFault.STOP:
-            self._stopped = True
-            self._end()
 
     def ended(self, watched: Watch) -> None:
-        """Tell that nothing was found, when the script has come to its end by itself."""
+        """Tell that nothing was found, when the script has come to its end by itself, or at what it may have ended early."""
         steps, first = watched.steps, self._script.from_step
+        fault = watched.ended(None)
+        if fault is not None:
+            self.caught(fault)
         if self._stopped:  # it has caught the SystemExit
             self._end()
         if self._silent:

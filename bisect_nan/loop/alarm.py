@@ -20,6 +20,7 @@ from bisect_nan.loop.shelf import Shelf
 from bisect_nan.loop.training import Training
 from bisect_nan.recording.live import uncounted
 from bisect_nan.recording.outcome import Observed
+from bisect_nan.recording.raised import held
 from bisect_nan.recording.state import Surroundings, buffers
 
 capturing: ContextVar[bool] = ContextVar("capturing", default=False)
@@ -111,6 +112,23 @@ class Alarm:
             if self._on_fault is OnFault.ROLLBACK and self.recovery.go_back():
                 done = "the training goes on from an earlier healthy state"
         logger.warning("step %d: %s\n%s", step, "\n".join([str(fault), *getattr(fault, "__notes__", [])]), done)
+
+    def explain(self, error: Exception, call: Call, *, step: int, history: Sequence[Mapping[str, float]]) -> None:
+        """Save a call that raised because of what is not finite; the exception, which the loop gets, is given a note of it.
+
+        Args:
+            error: What it raised.
+            call: The call.
+            step: Number of the step.
+            history: Numbers of the steps up to it.
+        """
+        if (seen := held(error)) is None:
+            return
+        name, tensor = seen
+        found = Observed(Symptom("value", name, tuple(finite.labels(finite.kinds(tensor)))), (name,), tensor)
+        path, _, again = self._save(Incident(found, [call], None), step, history)
+        if path is not None and again is not None:
+            error.add_note(f"bisect_nan: {NonFiniteStep(path, again.symptom)}")
 
     def _save(
         self, incident: Incident, step: int, history: Sequence[Mapping[str, float]]

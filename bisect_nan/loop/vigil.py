@@ -84,7 +84,11 @@ class Vigil:
             return step(model, batch)
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         call, before = self._begin(step, model, batch, tensors), counts(tensors)
-        result = step(model, batch)
+        try:
+            result = step(model, batch)
+        except Exception as error:
+            self.alarm.explain(error, call, **self._evidence())
+            raise
         self._writes_batch = bool(self._writes_batch) or counts(tensors) != before
         with torch.no_grad():
             loss = scalar_loss(result).detach()
@@ -268,9 +272,8 @@ class Vigil:
         update = self._update
         if update is None and math.isnan(self.sight.norm):
             self.sight.measure()
-        history = *self.journal.entries, self._numbers_now()
         try:
-            self.alarm.sound(kind, bad, list(calls), update, step=self.steps, history=history, **known)
+            self.alarm.sound(kind, bad, list(calls), update, **self._evidence(), **known)
         except BaseException:
             self._update = None
             raise
@@ -304,14 +307,13 @@ class Vigil:
     def _loss(self) -> float:
         return sum(call.loss for call in self.calls) / len(self.calls) if self.calls else math.nan
 
+    def _evidence(self) -> dict[str, Any]:
+        """Return what a snapshot of the present step is to say of it."""
+        return {"step": self.steps, "history": (*self.journal.entries, self._numbers_now())}
+
     def _numbers_now(self) -> dict[str, float]:
         """Return the numbers of this step, as far as it has come."""
-        update = self._update
-        gradients, scale = (math.nan, math.nan) if update is None else (update.gradient_norm, update.scale)
-        numbers = {
-            "step": self.steps,
-            "loss": self._loss(),
-            "gradient_norm": gradients,
-            "parameter_norm": self.sight.norm,
-        }
-        return finite_only(numbers | {"learning_rate": learning_rate(self.training.optimizer), "scale": scale})
+        gradients, scale = (math.nan, math.nan) if (now := self._update) is None else (now.gradient_norm, now.scale)
+        loss, norm, rate = self._loss(), self.sight.norm, learning_rate(self.training.optimizer)
+        numbers = {"step": self.steps, "loss": loss, "gradient_norm": gradients, "parameter_norm": norm}
+        return finite_only(numbers | {"learning_rate": rate, "scale": scale})

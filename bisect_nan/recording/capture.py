@@ -15,7 +15,8 @@ from bisect_nan import finite
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.recording.naming import batch_tensors, name_batch, name_tensors
-from bisect_nan.recording.outcome import Recording, Update, outcome
+from bisect_nan.recording.outcome import Recording, Update, outcome, outcome_of_value
+from bisect_nan.recording.raised import reason
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.setting import eager, hooks_noticed, module_paths, old_objects_left_alone
 from bisect_nan.recording.state import Surroundings, named_parameters
@@ -27,7 +28,8 @@ Step = Callable[[Any, Any], Any]
 def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontiers: bool = False) -> Recording:
     """Run `step(model, batch)` once under the recorder, then the backward pass.
 
-    The backward pass is left out when the loss is already non-finite or needs no gradient. Parameters, buffers, gradients,
+    The backward pass is left out when the loss is already non-finite or needs no gradient. A step that raises because of what it saw
+    of a NaN or an infinity is recorded as far as it came, and judged by that. Parameters, buffers, gradients,
     attributes, the batch, generators and hooks are afterwards as they were, also when the step raises.
 
     Args:
@@ -39,6 +41,7 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
 
     Raises:
         RecordingError: The step returned no scalar loss, or needs tensors without memory of their own.
+        Exception: Whatever the step raised for another reason.
     """
     recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
@@ -54,6 +57,11 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
             hooks_noticed(model, leaves.values()) as hooks,
         ):
             return _run(recorder, model, functools.partial(step, model, batch), leaves, held, hooks, backward=backward)
+    except (Exception, SystemExit) as error:
+        found = reason(recorder, error)
+        if found is None:
+            raise
+        return outcome_of_value(recorder, *found)
     finally:
         recorder.restore()
         surroundings.restore()
@@ -103,7 +111,7 @@ def _run(
     elif not bad and backward and loss.requires_grad:
         recorder.phase = Phase.BACKWARD
         recorder.frontiers.bound()
-        with recorder:
+        with recorder, torch.autograd.set_detect_anomaly(mode=False):  # which would end it at the first NaN
             torch.autograd.backward(loss)
         leaves = {**leaves, **recorder.values.leaves}
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
@@ -115,7 +123,7 @@ def _run(
 def _record_backward_code(recorder: Recorder, loss: torch.Tensor) -> None:
     """Run the backward pass of a bad loss for the sake of the Python code in it; where that cannot bear NaN, it stays unknown."""
     recorder.phase = Phase.BACKWARD
-    with recorder, contextlib.suppress(Exception):
+    with recorder, torch.autograd.set_detect_anomaly(mode=False), contextlib.suppress(Exception):
         torch.autograd.backward(loss)
 
 

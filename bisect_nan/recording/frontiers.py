@@ -15,8 +15,9 @@ import torch
 
 from bisect_nan import finite
 from bisect_nan.recording.generators import Source
+from bisect_nan.recording.memory import Memory
 from bisect_nan.recording.program import Program
-from bisect_nan.recording.values import Memory, Values
+from bisect_nan.recording.values import Values
 
 _UNIT = 2**18
 """Elements that a step makes at least from one frontier to the next; running so few again takes no time."""
@@ -125,9 +126,8 @@ class Frontiers:
         for node in program.nodes:
             for number in node.inputs():
                 read[program.values[number].storage] = node.index
-        for kind in ("loss", "gradient", "buffer", "parameter", "optimizer"):
-            for number in program.targets.of(kind).values():
-                read[program.values[number].storage] = math.inf
+        for number in program.targets.all():
+            read[program.values[number].storage] = math.inf
         return tuple(
             replace(f, storages={n: storage for n, storage in f.storages.items() if read.get(n, -1) >= f.calls})
             for f in self._kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -53,6 +54,12 @@ class Lines:
                 break
             frame = frame.f_back  # type: ignore[assignment]
         return None if unnamed is None else self._line("<string>", unnamed.f_lineno, unnamed.f_code.co_qualname)
+
+    def raised(self, error: BaseException) -> SourceLine | None:
+        """Return the innermost of the user's lines that an exception came through."""
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        found = [(code, line) for code, line in frames if _kind(code.co_filename) == _USER]
+        return self._line(found[-1][0].co_filename, found[-1][1], found[-1][0].co_qualname) if found else None
 
     def _line(self, path: str, line: int, function: str) -> SourceLine:
         source = self._known.get((path, line, function))

@@ -12,9 +12,10 @@ from bisect_nan import finite
 from bisect_nan.finding import Phase, Symptom
 from bisect_nan.recording.frontiers import Frontier
 from bisect_nan.recording.naming import name_tensors
-from bisect_nan.recording.program import Program, Targets
+from bisect_nan.recording.program import Program
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.state import optimizer_tensors
+from bisect_nan.recording.targets import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,18 @@ def outcome(
     program = recorder.finish(replace(targets, hooked=hooked or recorder.unfollowed))
     value = math.nan if loss is None else float(loss.detach())
     return Recording(program, dict(recorder.values.tensors), _observed(program, kind, found), value)
+
+
+def outcome_of_value(recorder: Recorder, name: str, tensor: torch.Tensor) -> Recording:
+    """Judge a step that came to no loss by a value of it: what it looked at before it raised, say.
+
+    Args:
+        recorder: What the step ran under.
+        name: What reports call the tensor.
+        tensor: A tensor that a recorded call returned, or was given.
+    """
+    program = recorder.finish(Targets(values={name: recorder.number(tensor)}))
+    return Recording(program, dict(recorder.values.tensors), _observed(program, "value", {name: tensor}), math.nan)
 
 
 def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

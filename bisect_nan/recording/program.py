@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bisect_nan.finding import Phase, SourceLine
+from bisect_nan.recording.targets import Targets
 
 NO_STORAGE = -1
 """Storage number of values that own no memory (sparse tensors, implicit zeros)."""
@@ -150,38 +151,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """The values that a step is judged by, as they are when the program ends.
-
-    Attributes:
-        loss: Value number of the loss; None for an optimizer's step.
-        gradients: Value numbers by parameter path; empty when the backward pass was not recorded.
-        buffers: Value numbers of the buffers that the step wrote to.
-        parameters: Value numbers of the parameters that the optimizer's step wrote to.
-        optimizer: Value numbers of the optimizer's own tensors after its step.
-        hooked: Whether gradients of the step pass through hooks, or through Python code that no recorded call tells of.
-    """
-
-    loss: int | None = None
-    gradients: Mapping[str, int] = field(default_factory=dict)
-    buffers: Mapping[str, int] = field(default_factory=dict)
-    parameters: Mapping[str, int] = field(default_factory=dict)
-    optimizer: Mapping[str, int] = field(default_factory=dict)
-    hooked: bool = False
-
-    def of(self, kind: str) -> Mapping[str, int]:
-        """Return the targets of a symptom's kind (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`) by name."""
-        table: dict[str, Mapping[str, int]] = {
-            "loss": {} if self.loss is None else {"loss": self.loss},
-            "gradient": self.gradients,
-            "buffer": self.buffers,
-            "parameter": self.parameters,
-            "optimizer": self.optimizer,
-        }
-        return table[kind]
-
-
-@dataclass(frozen=True, slots=True)
 class Application:
     """One use of a Python autograd Function: its backward code is part of the recorded backward pass.
 
@@ -241,7 +210,8 @@ class Program:
         """Return the program as a `torch.fx.Graph`: one placeholder per outside value, one `call_function` per call.
 
         `meta` of a node holds `index`, `source`, `module` and `phase`. `torch.fx.Interpreter` runs it (without restoring
-        generators or uninitialised memory, which only `bisect_nan.replaying.replay` does) and returns the loss, or the updated parameters.
+        generators or uninitialised memory, which only `bisect_nan.replaying.replay` does) and returns the loss, or the updated
+        parameters, or what was looked at before the step raised.
         """
         graph = torch.fx.Graph()
         made: dict[int, torch.fx.Node] = {}
@@ -257,7 +227,10 @@ class Program:
             for place, value in enumerate(node.outputs):
                 if value is not None and value not in made:
                     made[value] = call if single else graph.call_function(operator.getitem, (call, place))
-        results = self.targets.parameters.values() if self.targets.loss is None else [self.targets.loss]
+        targets = self.targets
+        results = (
+            [targets.loss] if targets.loss is not None else [*targets.parameters.values(), *targets.values.values()]
+        )
         graph.output(tuple(made[value] for value in results))
         return graph
 

@@ -7,8 +7,8 @@ saved tensors as new objects, and one object can be made to show something else 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,35 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase, SourceLine
+from bisect_nan.recording.memory import Memory
 from bisect_nan.recording.program import NO_STORAGE, Placeholder, Ref, Value, tensors
 
 _CONJUGATED, _NEGATED = 1, 2
 
-
-@dataclass(slots=True)
-class Memory:
-    """A storage that the recording has met.
-
-    Attributes:
-        number: Its number in the program.
-        reference: The storage, while it lives. Its Python object lives as long (torch 2.6 to 2.13).
-        base: A value that lives in it; -1 before there is one.
-        owner: The storage itself where it is from outside: it has to be as before when the recording ends.
-        original: Its bytes before the first write to memory from outside.
-        sparse: Whether a sparse tensor shows it too, which no analysis of writes could follow.
-    """
-
-    number: int
-    reference: weakref.ref[torch.UntypedStorage]
-    base: int = -1
-    owner: torch.UntypedStorage | None = None
-    original: torch.UntypedStorage | None = None
-    sparse: bool = False
-
-    @property
-    def changes(self) -> bool:
-        """Whether it holds something else than before the step: made by the step, or from outside and written to."""
-        return self.owner is None or self.original is not None
+_HELD, _SMALL = 64, 2**16
+"""How many of the latest memories are held, for a step that raises because of one (`recording/raised.py`), and their bytes at most."""
 
 
 class Values:
@@ -76,6 +54,7 @@ class Values:
         self.leaves: dict[str, torch.Tensor] = {}
         self.without_memory: list[torch.Tensor] = []
         self.functions: dict[int, str] = {}
+        self._latest: deque[torch.UntypedStorage] = deque(maxlen=_HELD)
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the leaves, at first
 
     def name(self, tensor: torch.Tensor, phase: Phase, name: str) -> None:
@@ -121,6 +100,8 @@ class Values:
     def _remember(self, storage: torch.UntypedStorage) -> Memory:
         memory = self._memories[id(storage)] = Memory(len(self.memories), weakref.ref(storage))
         self.memories.append(memory)
+        if storage.nbytes() <= _SMALL:
+            self._latest.append(storage)
         return memory
 
     def result(self, tensor: torch.Tensor, maker: int) -> int:

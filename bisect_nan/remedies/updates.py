@@ -20,7 +20,7 @@ _SENSIBLE = 1e-3
 
 def finite_hyperparameter(site: Site) -> Iterator[Proposal]:
     """Put a number in the place of hyper-parameters that are none."""
-    if site.program.targets.loss is not None:
+    if not site.program.targets.parameters:
         return
     yield Proposal(
         "finite_hyperparameter",

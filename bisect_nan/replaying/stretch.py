@@ -16,8 +16,8 @@ import torch
 from bisect_nan.recording.binding import Binding
 from bisect_nan.recording.frontiers import Frontier
 from bisect_nan.recording.generators import Source, source_of
+from bisect_nan.recording.memory import view as shown
 from bisect_nan.recording.program import NO_STORAGE, Node, Program
-from bisect_nan.snapshots.storages import view as shown
 
 Env = dict[int, torch.Tensor]
 """Tensors by value number."""

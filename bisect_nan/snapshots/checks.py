@@ -15,7 +15,8 @@ from functools import cache
 import torch
 
 from bisect_nan.errors import SnapshotError
-from bisect_nan.recording.program import NO_STORAGE, Node, Placeholder, Program, Ref, Targets, Value
+from bisect_nan.recording.program import NO_STORAGE, Node, Placeholder, Program, Ref, Value
+from bisect_nan.recording.targets import KINDS, Targets
 from bisect_nan.recording.traits import Traits
 from bisect_nan.snapshots.operators import signature
 from bisect_nan.strict_json import shown, within, wrong
@@ -196,7 +197,7 @@ def _claimed(node: Node, values: Sequence[Value]) -> int | None:
 
 
 def _check_targets(targets: Targets, values: Sequence[Value], known: set[int]) -> None:
-    for kind in ("loss", "gradient", "buffer", "parameter", "optimizer"):
+    for kind in KINDS:
         for name, number in targets.of(kind).items():
             if number not in known:
                 raise wrong(f"targets, {kind} {shown(name)}", number, "a value that the program makes")

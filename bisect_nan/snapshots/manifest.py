@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from bisect_nan.errors import SnapshotError
+from bisect_nan.recording.targets import KINDS
 from bisect_nan.strict_json import checked_text, count, fields, is_int, items, number, shown, wrong
 from bisect_nan.strict_json import parse as parse_json
 
@@ -65,7 +66,6 @@ _KEYS = frozenset(
     | {"observed", "storages", "sparse", "generators", "program"}
 )
 _OPTIONAL = frozenset({"entry"})
-_KINDS = ("loss", "gradient", "buffer", "parameter", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,8 @@ def _symptom(value: object) -> Mapping[str, Any] | None:
     if value is None:
         return None
     symptom = fields(value, "symptom", ("kind", "name", "nonfinite", "others"))
-    if symptom["kind"] not in _KINDS:
-        raise wrong("symptom, kind", symptom["kind"], f"one of {', '.join(_KINDS)}")
+    if symptom["kind"] not in KINDS:
+        raise wrong("symptom, kind", symptom["kind"], f"one of {', '.join(KINDS)}")
     checked_text(symptom["name"], "symptom, name")
     kinds = items(symptom["nonfinite"], "symptom, nonfinite")
     if not kinds or any(kind not in ("nan", "+inf", "-inf") for kind in kinds):

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from bisect_nan.finding import Phase, Symptom
+from bisect_nan.recording.memory import view
 from bisect_nan.recording.outcome import Observed
-from bisect_nan.recording.program import NO_STORAGE, Placeholder, Program, Targets
+from bisect_nan.recording.program import NO_STORAGE, Placeholder, Program
+from bisect_nan.recording.targets import Targets
 from bisect_nan.snapshots import encoding, relocation, storages
 from bisect_nan.snapshots.arguments import device
 from bisect_nan.snapshots.checks import check
@@ -22,7 +24,8 @@ from bisect_nan.snapshots.environment import Environment
 from bisect_nan.snapshots.manifest import FORMAT, Manifest
 from bisect_nan.strict_json import checked_text, clean, count, fields, items, plain_number, shown, wrong
 
-_TARGETS = ("gradients", "buffers", "parameters", "optimizer")
+_TARGETS, _RAISED = ("gradients", "buffers", "parameters", "optimizer"), "values"
+"""Tables of targets, and the one that only the file of a step that raised has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +83,8 @@ def pack(content: Content) -> tuple[dict[str, Any], dict[str, torch.UntypedStora
         symptom |= {"name": clean(symptom["name"]), "nonfinite": list(symptom["nonfinite"])}
         tensor = storages.write_tensor(content.observed.tensor, "observed", entries)
         observed = {"names": [clean(name) for name in content.observed.names], "tensor": tensor}
-    targets = {key: {clean(name): number for name, number in getattr(program.targets, key).items()} for key in _TARGETS}
+    kept = (*_TARGETS, _RAISED) if program.targets.values else _TARGETS
+    targets = {key: {clean(name): number for name, number in getattr(program.targets, key).items()} for key in kept}
     sparse = {number: tensor for number, tensor in content.tensors.items() if not _dense(values[number])}
     manifest = {
         "format": FORMAT,
@@ -168,7 +172,7 @@ def unpack(manifest: Manifest, reader: storages.Reader) -> Content:
             memory = memories[value.storage]
             if (memory.device.type == "meta") != (value.device.type == "meta"):
                 raise wrong(f"storage {value.storage}, device", str(memory.device), str(value.device))
-            tensors[item["value"]] = storages.view(memory, value)
+            tensors[item["value"]] = view(memory, value)
     tensors |= _sparse(data["sparse"], reader, program)
     observed = _observed(manifest, reader)
     if observed is not None:
@@ -193,7 +197,7 @@ def _state(reader: storages.Reader, record: Any, place: str) -> torch.Tensor:
 
 
 def _targets(data: Any) -> Targets:
-    data = fields(data, "targets", ("loss", *_TARGETS, "hooked"))
+    data = fields({_RAISED: {}, **fields(data, "targets")}, "targets", ("loss", *_TARGETS, _RAISED, "hooked"))
     if not isinstance(data["hooked"], bool):
         raise wrong("targets, hooked", data["hooked"], "true or false")
     tables = {
@@ -201,7 +205,7 @@ def _targets(data: Any) -> Targets:
             checked_text(name, f"targets, {key}"): count(number, f"targets, {key}")
             for name, number in fields(data[key], key).items()
         }
-        for key in _TARGETS
+        for key in (*_TARGETS, _RAISED)
     }
     return Targets(
         None if data["loss"] is None else count(data["loss"], "targets, loss"), **tables, hooked=data["hooked"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from bisect_nan.recording.memory import view
 from bisect_nan.recording.program import NO_STORAGE, Node, Program, Ref, Value
 from bisect_nan.snapshots.checks import extent
-from bisect_nan.snapshots.storages import view
 
 _ALIGNMENT = 64
 """Parts start at a multiple of this many bytes, which is one of every element size, too."""

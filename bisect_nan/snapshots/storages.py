@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bisect_nan.errors import SnapshotError
+from bisect_nan.recording.memory import view
 from bisect_nan.recording.program import Value
 from bisect_nan.snapshots.arguments import constant
 from bisect_nan.snapshots.checks import extent
@@ -28,15 +29,6 @@ from bisect_nan.whole_file import whole_file
 _ALIGNMENT = 64
 _STRIDED = ("entry", "dtype", "shape", "stride")
 _SPARSE = ("layout", "shape", "parts", "coalesced")
-
-
-def view(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
-    """Return a tensor that shows a storage as a value says."""
-    shown = torch.empty(0, dtype=value.dtype, device=storage.device)
-    shown.set_(storage, value.offset, value.shape, value.stride)
-    shown = shown.conj() if value.conj else shown
-    negated: torch.Tensor = torch.ops.aten._neg_view.default(shown) if value.neg else shown
-    return negated
 
 
 def cut(storage: torch.UntypedStorage, start: int, end: int) -> torch.UntypedStorage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.recording.recorder import Recorder
+from bisect_nan.recording.traits import READS
 from bisect_nan.watching.graphs import Graphs
 
 _OFTEN = 256
@@ -38,12 +40,17 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     supports_higher_order_operators = True
 
     def __init__(
-        self, tracked: Callable[[], object], full: Callable[[], object], refused: Callable[[RecordingError], object]
+        self,
+        tracked: Callable[[], object],
+        looked: Callable[[], object],
+        full: Callable[[], object],
+        refused: Callable[[RecordingError], object],
     ) -> None:
         """Start without a recorder.
 
         Args:
             tracked: Called before every call that runs while gradients are enabled; may exchange the recorder.
+            looked: Called after every call that gives Python a number, while gradients are enabled.
             full: Called when the program has become so long that it has to be given up; may exchange the recorder.
             refused: Called when the recorder cannot take a call; the script goes on without it.
         """
@@ -51,7 +58,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self.recorder: Recorder | None = None
         self.around: Recorder | None = None
         self.graphs = Graphs()
-        self._tracked, self._full, self._refused = tracked, full, refused
+        self._tracked, self._looked_at, self._full, self._refused = tracked, looked, full, refused
         self._entered = False
         self._looked = self._bytes = 0  # placeholders whose bytes are counted
 
@@ -74,14 +81,18 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             recorder = self.recorder or recorder
         try:
             if self.around is None:
-                return recorder.__torch_dispatch__(func, types, args, kwargs)
-            with self.around:
-                return recorder.__torch_dispatch__(func, types, args, kwargs)
+                result = recorder.__torch_dispatch__(func, types, args, kwargs)
+            else:
+                with self.around:
+                    result = recorder.__torch_dispatch__(func, types, args, kwargs)
+            if func in READS and torch.is_grad_enabled():
+                self._looked_at()
         except RecordingError as problem:
             self.recorder = None
             self._refused(problem)
             # What is refused after it ran returns tensors of a kind that cannot be recorded, and wrote to nothing.
             return func(*args, **(kwargs or {}))
+        return result
 
     def use(self, recorder: Recorder) -> None:
         """Record into a new program from now on."""
@@ -129,3 +140,30 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 _push_mode(self)
                 self.__exit__(None, None, None)
                 self._entered = False
+
+
+class Working:
+    """A context for work of our own, which is not recorded, and where what cannot be recorded ends the recording."""
+
+    def __init__(self, stream: Stream, refuse: Callable[[RecordingError], object]) -> None:
+        """Prepare.
+
+        Args:
+            stream: What records.
+            refuse: Told what cannot be recorded.
+        """
+        self._stream, self._refuse, self._recorder = stream, refuse, stream.recorder
+
+    def __enter__(self) -> None:
+        """Record nothing from now on."""
+        self._stream.recorder = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Record again."""
+        self._stream.recorder = self._recorder
+        if isinstance(error, RecordingError):
+            self._refuse(error)
+            return True
+        return False

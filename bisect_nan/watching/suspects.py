@@ -12,10 +12,10 @@ import torch
 from bisect_nan import finite
 from bisect_nan.finding import Phase
 from bisect_nan.norms import norms
+from bisect_nan.recording.memory import view
 from bisect_nan.recording.outcome import Recording
 from bisect_nan.recording.program import NO_STORAGE, Placeholder
 from bisect_nan.recording.recorder import Recorder
-from bisect_nan.snapshots import storages
 from bisect_nan.snapshots.snapshot import Snapshot
 
 
@@ -85,7 +85,7 @@ def kept(recorder: Recorder, recording: Recording) -> Recording:
         if _is_state(placeholder) and value.storage != NO_STORAGE:
             if value.storage not in copies:
                 copies[value.storage] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            tensor = storages.view(copies[value.storage], value)
+            tensor = view(copies[value.storage], value)
         if placeholder.constant and tensor.dim() and finite.has([tensor], finite.NonFinite.NAN):
             name = placeholder.name.replace("constant at", "the tensor that came first at")
             placeholders[-1] = replace(placeholder, name=name, constant=False)

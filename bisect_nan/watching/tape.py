@@ -7,7 +7,6 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from bisect_nan.recording.outcome import Recording, outcome
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.setting import eager, hooked_parts, hooks_noticed, modules_followed
 from bisect_nan.snapshots.snapshot import Snapshot
+from bisect_nan.watching.looks import Looks
 from bisect_nan.watching.names import Names, loading
-from bisect_nan.watching.stream import Stream
+from bisect_nan.watching.stream import Stream, Working
 from bisect_nan.watching.suspects import Suspect, kept
 
 _SPAN = 8
@@ -38,6 +38,7 @@ class Tape:
     Attributes:
         names: The models, optimizers and batches that the script was seen to use.
         losses: The losses since the latest update.
+        looks: What the script has looked at itself since the latest update.
         suspect: The first backward pass that came out bad and whose gradients are still there.
         updating: Whether an optimizer's step runs; set by whoever watches that.
         deriving: Whether a backward pass runs.
@@ -52,12 +53,13 @@ class Tape:
             snapshot: Makes the snapshot of a suspect.
         """
         self.names, self.losses = Names(), list[float]()
+        self.looks = Looks(snapshot)
         self.suspect: Suspect | None = None
         self.updating = self.deriving = False
         self.problem: RecordingError | None = None
         self._settle, self._snapshot = settle, snapshot
         self._stream, self._stack, self._thread = (
-            Stream(self._enter_closure, self._cut, self._stumble),
+            Stream(self._enter_closure, self._look_along, self._cut, self._stumble),
             list[str](),
             threading.get_ident(),
         )
@@ -103,7 +105,7 @@ class Tape:
 
     def working(self) -> contextlib.AbstractContextManager[None, bool]:
         """Return the context for work of our own, which is not recorded, and where what cannot be recorded ends the recording."""
-        return _Working(self._stream, self._refuse)
+        return Working(self._stream, self._refuse)
 
     def new_recorder(self) -> Recorder:
         """Return a recorder that knows which module runs."""
@@ -128,6 +130,7 @@ class Tape:
     def updated(self, *, joint: bool) -> None:
         """Begin a new program after an update, unless the update was part of the present one and that is still needed."""
         self.losses.clear()
+        self.looks.nan = None
         self._leave_closure()
         self._acquit()
         self._span += 1
@@ -197,7 +200,7 @@ class Tape:
                 return plain(tensors, *args, **kwargs)
             self._settle()
             recorder = self._stream.recorder or recorder
-            with self._backward(recorder, _roots(tensors)):
+            with self._backward(recorder, _roots(tensors)), torch.autograd.set_detect_anomaly(mode=False):
                 found = plain(tensors, *args, **kwargs)
             if not (kwargs.get("retain_graph") or kwargs.get("create_graph") or any(args[1:3])):
                 self._stream.graphs.ran(_roots(tensors))
@@ -251,6 +254,13 @@ class Tape:
             half = self._root is not None and self._root.dtype is torch.float16
             self.suspect = Suspect.of(self._snapshot(recording), leaves, buffers, half=half)
 
+    def _look_along(self) -> None:
+        """Look at what the script has just read."""
+        recorder = self._stream.recorder
+        if recorder is not None and not (self.updating or self.deriving):
+            with self.working():
+                self.looks.note(recorder, self.suspect)
+
     def _enter_closure(self) -> None:
         """Record what an update computes by a closure in a program of its own as well; gradients are enabled there alone."""
         stream = self._stream
@@ -292,25 +302,6 @@ class Tape:
         """Give up a program that something in it cannot be part of; the script goes on."""
         self._stream.recorder = self._stream.around = None
         self.problem = problem
-
-
-class _Working:
-    """The context of `Tape.working`."""
-
-    def __init__(self, stream: Stream, refuse: Callable[[RecordingError], object]) -> None:
-        self._stream, self._refuse, self._recorder = stream, refuse, stream.recorder
-
-    def __enter__(self) -> None:
-        self._stream.recorder = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._stream.recorder = self._recorder
-        if isinstance(error, RecordingError):
-            self._refuse(error)
-            return True
-        return False
 
 
 def _roots(tensors: Any) -> list[torch.Tensor]:

@@ -29,7 +29,8 @@ from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.loop.frames import runs
 from bisect_nan.norms import norms
-from bisect_nan.recording.outcome import Recording, Update
+from bisect_nan.recording.outcome import Recording, Update, outcome_of_value
+from bisect_nan.recording.raised import reason
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.state import optimizer_tensors
 from bisect_nan.snapshots.snapshot import Snapshot
@@ -107,6 +108,27 @@ class Watch:
         os.register_at_fork(after_in_child=lambda: None if (watch := here()) is None else watch.close())
         if self._from_step == 0:
             self._recording.enter_context(self._tape.open())
+
+    def ended(self, error: BaseException | None) -> Fault | None:
+        """Return the fault that the script has ended at by itself; None where nothing tells of one.
+
+        Many scripts look at their loss and stop; libraries raise when they are given a NaN.
+
+        Args:
+            error: What the script raised, while that is handled; None when it came to its end.
+        """
+        tape, recorder, snapshot = self._tape, self._tape.recorder, None
+        if self._over or self._forget_broken_update() or recorder is None or isinstance(error, KeyboardInterrupt):
+            return None
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            with tape.working():
+                if tape.suspect is not None and tape.suspect.stands():
+                    snapshot = tape.suspect.snapshot
+                elif (found := reason(recorder, error)) is not None:
+                    snapshot = self._snapshot(kept(recorder, outcome_of_value(recorder, *found)))
+        snapshot = snapshot or tape.looks.nan
+        self._stop()
+        return None if snapshot is None else Fault(self.steps, snapshot)
 
     def close(self) -> None:
         """Watch no longer, and leave nothing behind."""

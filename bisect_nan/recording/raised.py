@@ -1,0 +1,156 @@
+"""Why a step raised: many faults are first met by a check of the script's, of a library's or of torch's, and never reach a loss.
+
+`torch.distributions` refuses NaN among its parameters, `multinomial` among its probabilities, an assertion compares boxes, a solver in
+NumPy gets a matrix. The tensor that was looked at last is what such a step is judged by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from bisect_nan import finite
+from bisect_nan.errors import BisectNanError
+from bisect_nan.finding import SourceLine
+from bisect_nan.finite import NonFinite
+from bisect_nan.recording.calls import Call
+from bisect_nan.recording.lines import Lines
+from bisect_nan.recording.memory import view
+from bisect_nan.recording.program import NO_STORAGE, Ref
+from bisect_nan.recording.recorder import Recorder
+from bisect_nan.recording.traits import READS
+
+_LATEST, _LAST = 64, 8
+"""How many calls before the exception are searched for numbers that Python read, and for results that it can have used otherwise."""
+
+_MOST = 256
+"""How many values are followed back from one number at most."""
+
+_REFUSED = NonFinite.NAN | NonFinite.POS_INF
+"""What torch's own calls refuse; a mask of negative infinities is nothing that one of another kind would be about."""
+
+Looked = tuple[str, torch.Tensor]
+"""A non-finite tensor, and what a report calls it: `behind the ValueError at model.py:12`."""
+
+
+def reason(recorder: Recorder, error: BaseException) -> Looked | None:
+    """Return the non-finite tensor that explains an exception of the step.
+
+    That is an argument of the call that raised, else what the latest number was computed from that Python read, else a NaN in the last
+    results. Its memory must be there still, which it is as a rule while the exception holds the frames that it came through.
+
+    Args:
+        recorder: What the step ran under; not active any more.
+        error: What it raised.
+
+    Returns:
+        The tensor with its name, or None where the exception has nothing to do with NaN or infinity, as far as can be seen.
+    """
+    if isinstance(error, BisectNanError | MemoryError | torch.OutOfMemoryError):
+        return None
+    found = next(itertools.chain(_refused(recorder, error), _read(recorder), _left(recorder)), None)
+    return None if found is None else (_behind(error, found[0]), found[1])
+
+
+def read(recorder: Recorder, call: Call) -> Looked | None:
+    """Return the non-finite tensor that a number comes from which Python reads; None where there is none.
+
+    Args:
+        recorder: What records.
+        call: The call that reads, just written down.
+    """
+    number = call.args[0]
+    found = _nonfinite(recorder, [number.value] if isinstance(number, Ref) else [], NonFinite.ANY)
+    return None if found is None else (f"read{_at(call.source)}", found)
+
+
+def held(error: BaseException) -> Looked | None:
+    """Return a non-finite tensor that a function held in a variable when an exception went through it, the innermost first.
+
+    That is a hint, no reason: a step that nobody has recorded is worth another run then.
+    """
+    if isinstance(error, BisectNanError | MemoryError | torch.OutOfMemoryError):
+        return None
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for item in list(frame.f_locals.values()):
+            parts = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
+            for part in parts:
+                if isinstance(part, torch.Tensor) and finite.probe([part]):
+                    return _behind(error, Lines().raised(error)), part.detach()
+    return None
+
+
+def _refused(recorder: Recorder, error: BaseException) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
+    """Yield what the call of torch was given that raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        known = frame.f_locals
+        if known.get("self") is recorder and "node_args" in known:  # the frame holds the call that was not written down
+            given = [ref.value for ref in _refs([*known["node_args"], *known.get("node_kwargs", {}).values()])]
+            if (found := _nonfinite(recorder, given, _REFUSED)) is not None:
+                yield Lines().raised(error), found
+
+
+def _read(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
+    """Yield what numbers come from that Python has read, the latest first."""
+    for call in reversed(recorder.calls[-_LATEST:]):
+        if call.target in READS and (found := read(recorder, call)) is not None:
+            yield call.source, found[1]
+
+
+def _left(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
+    """Yield the last results that hold a NaN: what leaves torch is looked at by others."""
+    for call in reversed(recorder.calls[-_LAST:]):
+        if (found := _nonfinite(recorder, [v for v in call.outputs if v is not None], NonFinite.NAN)) is not None:
+            yield call.source, found
+
+
+def _nonfinite(recorder: Recorder, numbers: list[int], which: NonFinite) -> torch.Tensor | None:
+    """Return the first made of the non-finite tensors that some values are, or were computed from.
+
+    Booleans and integers are followed back to what was compared or rounded, and so are tensors whose memory is gone.
+    """
+    values, bad = recorder.values, dict[int, torch.Tensor]()
+    waiting, met = [(number, which) for number in numbers], set(numbers)
+    while waiting and len(met) < _MOST:
+        number, kinds = waiting.pop(0)
+        dtype, tensor = values.value(number).dtype, _alive(recorder, number)
+        floats = dtype.is_floating_point or dtype.is_complex
+        if floats and tensor is not None:
+            if finite.has([tensor], kinds):
+                bad[number] = tensor
+            continue
+        maker = values.makers[number]
+        call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
+        for ref in () if call is None else _refs([*call.args, *call.kwargs.values()]):
+            if ref.value not in met:
+                met.add(ref.value)
+                waiting.append((ref.value, kinds & _REFUSED if floats else kinds))
+    return bad[min(bad)] if bad else None
+
+
+def _refs(item: object) -> Iterator[Ref]:
+    if isinstance(item, Ref):
+        yield item
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from _refs(part)
+
+
+def _alive(recorder: Recorder, number: int) -> torch.Tensor | None:
+    """Return a value as it is now; None when its memory is gone."""
+    values = recorder.values
+    if values.storages[number] == NO_STORAGE:
+        return None
+    storage = values.memories[values.storages[number]].reference()
+    return None if storage is None else view(storage, values.value(number))
+
+
+def _behind(error: BaseException, source: SourceLine | None) -> str:
+    return f"behind the {type(error).__name__.strip('_')}{_at(source)}"
+
+
+def _at(source: SourceLine | None) -> str:
+    return "" if source is None else f" at {source}"
