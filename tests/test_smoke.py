@@ -165,3 +165,27 @@ def test_no_batches_and_errors() -> None:
     with pytest.raises(KeyError):
         smoke_test(model, [BATCH], breaking, optimizer)
     assert same(state(model, optimizer), before)
+
+
+def test_a_step_that_raises_because_of_a_nan() -> None:
+    """The exception of a library's check becomes a finding; an exception for another reason stays one, and all is put back."""
+    model, optimizer = made()
+
+    def checked(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch["x"].log())
+        return -torch.distributions.Categorical(logits=logits, validate_args=True).log_prob(batch["y"]).mean()
+
+    batches = [{"x": torch.rand(4, 2) + 0.1, "y": torch.zeros(4)} for _ in range(3)]
+    batches[1]["x"][2, 1] = 0
+    before = state(model, optimizer)
+    result = smoke_test(model, batches, checked, optimizer)
+    assert result.finding is not None
+    assert (result.finding.culprits[0].cause, result.finding.culprits[0].samples) == ("log_of_zero", (2,))
+    assert result.fault.startswith("step 1: the value behind the ValueError at ")
+    assert [one.number for one in result.steps] == [0, 1]
+    assert math.isnan(result.steps[1].loss)
+    assert same(state(model, optimizer), before)
+    batches[1]["x"] = torch.full((5,), -torch.inf)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        smoke_test(model, batches, checked, optimizer)
+    assert same(state(model, optimizer), before)

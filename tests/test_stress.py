@@ -383,3 +383,18 @@ def test_a_failing_test_shows_the_report(folder: Path) -> None:
     assert "hypothesis/core.py" not in done.stdout
     assert "search.py" not in done.stdout
     assert (folder / "crashes" / "stress_dice.py").is_file()
+
+
+def centred(x: Tensor) -> Tensor:
+    """Normalise by the largest element, and compute an entropy, which refuses what is no number."""
+    return torch.distributions.Normal(x / x.max(), 1.0, validate_args=True).entropy().sum()
+
+
+def test_a_loss_that_raises_because_of_a_nan() -> None:
+    """What a check within the loss refuses is a failing example like any other."""
+    found = failure(centred, tensors(("rows", 3), min_value=0.0, max_value=1.0))
+    assert found.finding.culprits[0].cause == "zero_over_zero"
+    assert found.finding.symptom is not None
+    assert found.finding.symptom.kind == "value"
+    assert found.case is not None
+    assert rerun(found.case).returncode == 1

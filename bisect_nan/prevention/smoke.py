@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from bisect_nan.norms import norms
 from bisect_nan.prevention import nested
 from bisect_nan.prevention.printed import Printed, line, table
 from bisect_nan.recording.capture import Step, scalar_loss
+from bisect_nan.recording.raised import held
 from bisect_nan.recording.state import Surroundings, buffers, named_parameters, optimizer_tensors
 from bisect_nan.reports.terminal import to_renderable
 from bisect_nan.snapshots.snapshot import Snapshot
@@ -31,7 +33,7 @@ class SmokeStep:
 
     Attributes:
         number: From 0 on.
-        loss: The loss.
+        loss: The loss; NaN where the step raised because of one.
         terms: The other numbers that the step returned, by name, where it returned a mapping.
         gradient_norm: 2-norm of all gradients; None when the loss was bad already.
     """
@@ -130,7 +132,13 @@ class _Rehearsal:
         inputs = [tensor for _, tensor in nested.tensors(batch)]
         optimizer.zero_grad()
         before = Surroundings(model, optimizer, batch=batch, contents=[*_state(model, optimizer), *inputs])
-        result = self._step(model, batch)
+        try:
+            result = self._step(model, batch)
+        except Exception as error:
+            before.restore()
+            if held(error) is not None and (finding := self._explained(number, batch)) is not None:
+                return finding
+            raise
         loss = scalar_loss(result)
         terms = _terms(result)
         value = float(loss.detach())
@@ -144,6 +152,16 @@ class _Rehearsal:
             before.restore()
             return locate(Snapshot.capture(model, batch, self._step, step_number=number))
         return self._update(number, value)
+
+    def _explained(self, number: int, batch: Any) -> Finding | None:
+        """Locate what made a step raise; None where that was no NaN and no infinity."""
+        with contextlib.suppress(Exception):  # the step's own, once more
+            snapshot = Snapshot.capture(self._model, batch, self._step, step_number=number)
+            if snapshot.observed is not None:
+                self.steps.append(SmokeStep(number, math.nan, {}, None))
+                self.fault = f"step {number}: {snapshot.observed.symptom.describe()}"
+                return locate(snapshot)
+        return None
 
     def _update(self, number: int, loss: float) -> Finding | None:
         """Update, and locate what that spoilt."""

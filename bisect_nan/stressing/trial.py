@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves, tre
 
 from bisect_nan import finite
 from bisect_nan.recording.capture import scalar_loss
+from bisect_nan.recording.raised import held
 from bisect_nan.recording.state import Surroundings, buffers
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -62,7 +64,7 @@ class Trial:
         return True
 
     def fails(self, arguments: Sequence[Any]) -> bool:
-        """Run the loss forward and backward, and tell whether it or a gradient is non-finite; nothing is left changed."""
+        """Run the loss forward and backward, and tell whether it or a gradient is non-finite, or it raises because of a NaN."""
         self.count += 1
         arguments = self.leaves(arguments)
         leaves = [
@@ -74,6 +76,12 @@ class Trial:
                     warnings.simplefilter("ignore")
                 loss = scalar_loss(self._function(*arguments))
                 gradients = self._gradients(loss, [*leaves, *self._parameters])
+        except Exception as error:
+            self._start.restore()
+            with contextlib.suppress(Exception):  # what it raises for another reason, once more
+                if held(error) is not None:
+                    return self.capture(arguments).observed is not None
+            raise
         finally:
             self._start.restore()
         return bool(finite.probe([loss.detach(), *gradients]))
