@@ -54,6 +54,8 @@ CHECKS: dict[str, Check] = {
     "allclose": lambda h: sure(torch.allclose(h - h, torch.zeros(()))),
     "equal": lambda h: sure(torch.equal(h - h, torch.zeros_like(h))),
     "multinomial": lambda h: torch.multinomial(h.softmax(-1), 1),
+    "cholesky": lambda h: torch.linalg.cholesky(torch.eye(3) + (h - h).T @ (h - h)),
+    "binary cross-entropy": lambda h: torch.nn.functional.binary_cross_entropy((h - h).sigmoid(), torch.ones(2, 3)),
     "eigh": lambda h: torch.linalg.eigh(h.T @ h - h.T @ h),
     "index": lambda h: torch.arange(5)[(h - h).long()],
     "tolist": lambda h: sure((h - h).detach().tolist()[0][0] == 0),
@@ -118,6 +120,7 @@ class OfTheStep(Exception):  # noqa: N818
 OTHER: dict[str, Callable[[torch.Tensor], Any]] = {
     "a wrong dimension beside a mask": lambda h: h.masked_fill(torch.ones(3) > 0, -torch.inf).softmax(7),
     "wrong shapes": lambda h: h @ h,
+    "wrong shapes of what is no number": lambda h: (h * torch.nan) @ h,
     "a wrong index": lambda h: h[5],
     "its own": lambda h: (_ for _ in ()).throw(OfTheStep(f"{h.sum().item():.2f}")),
     "memory": lambda h: (_ for _ in ()).throw(torch.OutOfMemoryError(f"{fault(h * 0).sum().item():.2f}")),

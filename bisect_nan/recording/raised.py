@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only  # torch 2.6 to 2.13
 
 from bisect_nan import finite
 from bisect_nan.errors import BisectNanError
@@ -19,7 +21,7 @@ from bisect_nan.finite import NonFinite
 from bisect_nan.recording.calls import Call
 from bisect_nan.recording.lines import Lines
 from bisect_nan.recording.memory import view
-from bisect_nan.recording.program import NO_STORAGE, Ref
+from bisect_nan.recording.program import NO_STORAGE, Ref, tensors
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.traits import READS
 
@@ -39,8 +41,8 @@ Looked = tuple[str, torch.Tensor]
 def reason(recorder: Recorder, error: BaseException) -> Looked | None:
     """Return the non-finite tensor that explains an exception of the step.
 
-    That is an argument of the call that raised, else what the latest number was computed from that Python read, else a NaN in the last
-    results. Its memory must be there still, which it is as a rule while the exception holds the frames that it came through.
+    Where a call of torch raised, that is one of its arguments; else what the latest number was computed from that Python read, or a NaN in
+    the last results. Its memory must be there still, which it is as a rule while the exception holds the frames that it came through.
 
     Args:
         recorder: What the step ran under; not active any more.
@@ -51,7 +53,8 @@ def reason(recorder: Recorder, error: BaseException) -> Looked | None:
     """
     if isinstance(error, BisectNanError | MemoryError | torch.OutOfMemoryError):
         return None
-    found = next(itertools.chain(_refused(recorder, error), _read(recorder), _left(recorder)), None)
+    refused = _refused(recorder, error)
+    found = next(itertools.chain(_read(recorder), _left(recorder)) if refused is None else refused, None)
     return None if found is None else (_behind(error, found[0]), found[1])
 
 
@@ -83,14 +86,33 @@ def held(error: BaseException) -> Looked | None:
     return None
 
 
-def _refused(recorder: Recorder, error: BaseException) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
-    """Yield what the call of torch was given that raised."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        known = frame.f_locals
-        if known.get("self") is recorder and "node_args" in known:  # the frame holds the call that was not written down
-            given = [ref.value for ref in _refs([*known["node_args"], *known.get("node_kwargs", {}).values()])]
-            if (found := _nonfinite(recorder, given, _REFUSED)) is not None:
-                yield Lines().raised(error), found
+def _refused(recorder: Recorder, error: BaseException) -> Iterator[tuple[SourceLine | None, torch.Tensor]] | None:
+    """Yield what a call of torch was given that raised, if that is why it did; None where no call raised."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [known for known in frames if known.get("self") is recorder and "node_args" in known]  # not written down
+    if not calls:
+        return None
+    arguments = [*calls[-1]["node_args"], *calls[-1].get("node_kwargs", {}).values()]
+    found = _nonfinite(recorder, [ref.value for ref in _refs(arguments)], _REFUSED)
+    is_reason = found is not None and _takes_others(calls[-1]["func"], calls[-1]["args"], calls[-1]["kwargs"])
+    return iter([(Lines().raised(error), found)] if found is not None and is_reason else [])
+
+
+def _takes_others(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether a call that raised would have run with one half in the place of all that is not finite."""
+
+    def healthy(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        return copy.nan_to_num_(0.5, 0.5, 0.5) if tensor.is_floating_point() and finite.probe([tensor]) else copy
+
+    given = [tensor for tensor in tensors([*args, *kwargs.values()]) if tensor is not None]
+    if not finite.probe(given):
+        return True  # what it was given was computed from that
+    try:
+        func(*tree_map_only(torch.Tensor, healthy, args), **tree_map_only(torch.Tensor, healthy, kwargs))
+    except Exception:  # noqa: BLE001  (whatever it is, NaN is not the reason)
+        return False
+    return True
 
 
 def _read(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
