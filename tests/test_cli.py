@@ -164,6 +164,23 @@ def test_unusable_targets(arguments: list[str], words: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "more", ["", ', "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "steps": 2']
+)
+def test_a_step_that_raises_because_of_a_nan(more: str) -> None:
+    """An assertion of the step's that met a NaN is a located fault, also in a case that trains; any other is its own error."""
+    text = CASE.replace("return BODY", "assert (hidden * 0.0).log().isfinite().all()").replace(
+        '"step": step', f'"step": step{more}'
+    )
+    done = bisect_nan("run", case(text))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("error[log_of_zero]: ")
+    assert "the value behind the AssertionError at case.py:10" in done.stdout
+    other = bisect_nan("run", case(text.replace(".log()", "").replace("all()", "all().logical_not()")))
+    assert other.returncode == 125
+    assert "got AssertionError from the step of case.py" in other.stderr
+
+
 def test_verbose_shows_the_traceback_of_the_users_code() -> None:
     """An error in the user's own code tells nothing about its numbers: status 125; -v adds the traceback to the message."""
     done = bisect_nan("run", case("def build():\n    return 1 / 0"), "-v")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,19 @@ def test_a_bad_model_that_is_about_to_be_saved(tmp_path: Path) -> None:
     with pytest.warns(LoopMistake, match="weight"):
         model.state_dict()
     guard.close()
+
+
+def test_anomaly_mode(tmp_path: Path) -> None:
+    """It ends a backward pass before a guard can look at it, which is told before it does; without its check it is harmless."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watched = Guard(model, optimizer, directory=tmp_path).watch(lambda m, b: m(b))
+    with torch.autograd.set_detect_anomaly(mode=True, check_nan=False):
+        watched(model, BATCH).backward()
+        optimizer.step()
+    loss = watched(model, torch.zeros(2, 4))
+    with torch.autograd.set_detect_anomaly(mode=True), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            loss.backward()
+    assert [one.category for one in told if "anomaly mode is on" in str(one.message)] == [LoopMistake]

@@ -20,7 +20,7 @@ from bisect_nan.loop.shelf import Shelf
 from bisect_nan.loop.training import Training
 from bisect_nan.recording.live import uncounted
 from bisect_nan.recording.outcome import Observed
-from bisect_nan.recording.raised import held
+from bisect_nan.recording.raised import suspicion
 from bisect_nan.recording.state import Surroundings, buffers
 
 capturing: ContextVar[bool] = ContextVar("capturing", default=False)
@@ -122,7 +122,7 @@ class Alarm:
             step: Number of the step.
             history: Numbers of the steps up to it.
         """
-        if (seen := held(error)) is None:
+        if (seen := suspicion(error)) is None:
             return
         name, tensor = seen
         found = Observed(Symptom("value", name, tuple(finite.labels(finite.kinds(tensor)))), (name,), tensor)

@@ -47,6 +47,10 @@ class Mistake(enum.StrEnum):
         "the optimizer is in the middle of a training, and the GradScaler is new: the first steps overflow until it has found its"
         " scale again. Load the scaler's state_dict, too, when you resume"
     )
+    ANOMALY_MODE = (
+        "anomaly mode is on: it raises in the middle of a backward pass, before the guard sees a gradient, and makes every step slow. The"
+        " snapshot of a bad step tells more. Call torch.autograd.set_detect_anomaly(False)"
+    )
     BAD_CHECKPOINT = "state_dict() is called while the model holds values that are not finite. Do not overwrite a good checkpoint with it"
 
 
@@ -81,6 +85,8 @@ class Mistakes:
 
         A loop that trains two models in turns does that: the backward pass of the one leaves gradients at the other.
         """
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            self.tell(Mistake.ANOMALY_MODE)
         if self._left is None:
             return
         (gradient, count), self._left = self._left, None

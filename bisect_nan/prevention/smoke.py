@@ -21,7 +21,7 @@ from bisect_nan.norms import norms
 from bisect_nan.prevention import nested
 from bisect_nan.prevention.printed import Printed, line, table
 from bisect_nan.recording.capture import Step, scalar_loss
-from bisect_nan.recording.raised import held
+from bisect_nan.recording.raised import suspicion
 from bisect_nan.recording.state import Surroundings, buffers, named_parameters, optimizer_tensors
 from bisect_nan.reports.terminal import to_renderable
 from bisect_nan.snapshots.snapshot import Snapshot
@@ -136,7 +136,7 @@ class _Rehearsal:
             result = self._step(model, batch)
         except Exception as error:
             before.restore()
-            if held(error) is not None and (finding := self._explained(number, batch)) is not None:
+            if suspicion(error) is not None and (finding := self._explained(number, batch)) is not None:
                 return finding
             raise
         loss = scalar_loss(result)

@@ -7,6 +7,8 @@ NumPy gets a matrix. The tensor that was looked at last is what such a step is j
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +35,9 @@ _MOST = 256
 
 _REFUSED = NonFinite.NAN | NonFinite.POS_INF
 """What torch's own calls refuse; a mask of negative infinities is nothing that one of another kind would be about."""
+
+_ABOUT = re.compile(r"\b(nans?|infs?|infinit\w*|(non-?|in)?finite)\b", re.IGNORECASE)
+"""Words of messages about numbers that are not finite."""
 
 Looked = tuple[str, torch.Tensor]
 """A non-finite tensor, and what a report calls it: `behind the ValueError at model.py:12`."""
@@ -70,20 +75,23 @@ def read(recorder: Recorder, call: Call) -> Looked | None:
     return None if found is None else (f"read{_at(call.source)}", found)
 
 
-def held(error: BaseException) -> Looked | None:
-    """Return a non-finite tensor that a function held in a variable when an exception went through it, the innermost first.
+def suspicion(error: BaseException) -> Looked | None:
+    """Return what may be behind the exception of a step that nobody has recorded, and so is worth another run; None for nothing.
 
-    That is a hint, no reason: a step that nobody has recorded is worth another run then.
+    That is a non-finite tensor in a variable of a function that the exception went through, the innermost first. An assertion, and a
+    message about numbers that are not finite, are enough as well: then the tensor is a single NaN.
     """
     if isinstance(error, BisectNanError | MemoryError | torch.OutOfMemoryError):
         return None
+    name = _behind(error, Lines().raised(error))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for item in list(frame.f_locals.values()):
             parts = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
             for part in parts:
                 if isinstance(part, torch.Tensor) and finite.probe([part]):
-                    return _behind(error, Lines().raised(error)), part.detach()
-    return None
+                    return name, part.detach()
+    tells = isinstance(error, AssertionError | ArithmeticError) or _ABOUT.search(str(error))
+    return (name, torch.tensor(math.nan)) if tells else None
 
 
 def _refused(recorder: Recorder, error: BaseException) -> Iterator[tuple[SourceLine | None, torch.Tensor]] | None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves, tre
 
 from bisect_nan import finite
 from bisect_nan.recording.capture import scalar_loss
-from bisect_nan.recording.raised import held
+from bisect_nan.recording.raised import suspicion
 from bisect_nan.recording.state import Surroundings, buffers
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -79,7 +79,7 @@ class Trial:
         except Exception as error:
             self._start.restore()
             with contextlib.suppress(Exception):  # what it raises for another reason, once more
-                if held(error) is not None:
+                if suspicion(error) is not None:
                     return self.capture(arguments).observed is not None
             raise
         finally:
