@@ -28,7 +28,7 @@ from bisect_nan.command.meter import meter
 from bisect_nan.command.printing import letters_escaped, refuse, say, show, tell
 from bisect_nan.command.repro import repro
 from bisect_nan.command.schema import schema
-from bisect_nan.errors import BisectNanError
+from bisect_nan.errors import BisectNanError, TargetError
 
 app = typer.Typer(
     name="bisect-nan",
@@ -63,6 +63,9 @@ def main() -> None:
             app()
     except watching.Start as start:
         script = start.script
+    except OSError as problem:
+        say(f"error: {TargetError.refused(problem)}")
+        sys.exit(child.USAGE)
     else:
         return
     sys.excepthook = hook  # typer has set its own

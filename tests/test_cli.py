@@ -321,6 +321,19 @@ def test_sarif_that_cannot_be_written() -> None:
     assert "do this: name another one after --sarif" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("run", "NAME"), ("inspect", "NAME"), ("watch", "NAME"), ("repro", "NAME"), ("mcp", "--allow-code", "NAME")],
+)
+def test_a_path_that_the_system_refuses(arguments: tuple[str, ...]) -> None:
+    """A path that cannot be looked at, for its length or for want of a right, is one error and no traceback."""
+    done = bisect_nan(*(argument.replace("NAME", f"{'long' * 100}.py") for argument in arguments))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: got longlong")
+    assert ".py, which cannot be used: File name too long\nexpected: " in done.stderr
+    assert "\ndo this: " in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [("run", "clean.py"), ("causes",), ("schema",), ("--version",)])
 def test_an_answer_that_nobody_reads(arguments: tuple[str, ...]) -> None:
     """A reader that has gone (`| head`) and a closed standard output change nothing about the exit status: 1 would say located."""

@@ -82,6 +82,17 @@ def test_the_first_fault_ends_the_script(folder: Path, monkeypatch: pytest.Monke
     assert [entry["step"] for entry in snapshot.history] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("directory", ["train.py", "long" * 100])
+def test_a_folder_that_cannot_be_written(directory: str) -> None:
+    """Where no snapshot can be kept the fault is told all the same, and a script that shall go on goes on."""
+    seen = watch("--on-fault", "continue", "--directory", directory, "train.py", "--bad", "1")
+    assert seen.returncode == 0
+    assert seen.stdout.startswith("step 0\nstep 1\nstep 2\n")
+    assert "error: no snapshot was written: " in seen.stderr
+    assert "error[log_of_zero]" in seen.stderr
+    assert "The report again" not in seen.stderr
+
+
 def test_a_module_that_goes_on_after_the_fault(folder: Path) -> None:
     """Under `--on-fault continue` the script runs to its end, with a status of its own; `-m` finds a module of a package."""
     (folder / "package").mkdir()

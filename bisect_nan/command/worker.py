@@ -62,8 +62,9 @@ def main() -> int:
         found = finding.to_dict()
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
-    except (SnapshotError, TargetError) as error:
-        messages, status = [f"error: {error}", *_trace(error.__cause__, request)], USAGE
+    except (SnapshotError, TargetError, OSError) as error:
+        told = TargetError.refused(error) if isinstance(error, OSError) else error
+        messages, status = [f"error: {told}", *_trace(error.__cause__, request)], USAGE
     except BisectNanError as error:
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (MemoryError, torch.OutOfMemoryError) as error:
