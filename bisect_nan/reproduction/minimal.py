@@ -123,16 +123,19 @@ def unchecked(
     """
     culprit = _culprit(finding)
     assert snapshot is not None  # an operation was located in it
-    told, wanted = progress or (lambda *_: None), Wanted.of(finding, culprit)
-    oracle = Oracle(wanted, _BUDGET, lambda asked: told("reduce", asked, _BUDGET), skip)
-    draft = _found(Surroundings(snapshot, culprit), culprit, finding, oracle)
+    told, around = progress or (lambda *_: None), Surroundings(snapshot, culprit)
+    oracle = Oracle(Wanted.of(finding, culprit), _BUDGET, lambda asked: told("reduce", asked, _BUDGET), skip)
+    draft = _found(around, culprit, finding, oracle)
+    if draft is None and culprit.phase is Phase.BACKWARD and not around.derivative:
+        oracle.wanted = Wanted.by_itself(culprit)
+        draft = _found(around, culprit, finding, oracle)
     if draft is None:
         got = (
             f"got `{op_of(culprit)}`, whose fault ({culprit.cause}) does not show in it and the calls next to it alone"
         )
         raise ReproductionError(got, "a fault of a few calls", _INSTEAD)
     lines = script_lines(shrink(draft, oracle))
-    return Unchecked(script_text(lines, culprit, oracle.cause), lines, wanted, oracle.asked)
+    return Unchecked(script_text(lines, culprit, oracle.cause), lines, oracle.wanted, oracle.asked)
 
 
 def _culprit(finding: Finding) -> Culprit:
