@@ -190,15 +190,7 @@ def _attempts(around: Surroundings, culprit: Culprit, finding: Finding) -> Itera
     if around.derivative or hidden:
         mode = Mode.BACKWARD
     if mode is not Mode.FORWARD:
-        gradients: list[torch.Tensor | None] = [None]
-        if around.derivative and around.upstream is not None:
-            gradients += [around.upstream, torch.zeros_like(around.upstream)]
-        told = _TOLD.get(culprit.cause, ())
-        selections = list(around.selections(later=True))
-        selections.sort(key=lambda selection: not {around.name(unit) for unit in selection}.issuperset(told))
-        for selection in selections:
-            for upstream in gradients:
-                yield selection, _maker(around, mode, upstream=upstream)
+        yield from _beyond_results(around, culprit, mode)
     if around.derivative:
         return
     elements = list(dict.fromkeys([culprit.element, *around.bad_elements()]))
@@ -208,7 +200,27 @@ def _attempts(around: Surroundings, culprit: Culprit, finding: Finding) -> Itera
                 yield selection, _maker(around, Mode.FORWARD, element=element)
 
 
+def _beyond_results(around: Surroundings, culprit: Culprit, mode: Mode) -> Iterator[Attempt]:
+    """Yield attempts that show the fault in a gradient or in what is written to."""
+    gradients: list[torch.Tensor | None] = [None]
+    if around.derivative and around.upstream is not None:
+        gradients += [around.upstream, torch.zeros_like(around.upstream)]
+    told = _TOLD.get(culprit.cause, ())
+    selections = list(around.selections(later=True))
+    selections.sort(key=lambda selection: not {around.name(unit) for unit in selection}.issuperset(told))
+    for selection in selections:
+        for upstream in gradients:
+            yield selection, _maker(around, mode, upstream=upstream)
+            if around.differentiates:
+                yield selection, _maker(around, mode, upstream=upstream, twice=True)
+
+
 def _maker(
-    around: Surroundings, mode: Mode, *, element: tuple[int, ...] = (), upstream: torch.Tensor | None = None
+    around: Surroundings,
+    mode: Mode,
+    *,
+    element: tuple[int, ...] = (),
+    upstream: torch.Tensor | None = None,
+    twice: bool = False,
 ) -> Callable[[list[Unit]], Draft]:
-    return lambda selection: Drafting(around, selection, mode).draft(element, upstream)
+    return lambda selection: Drafting(around, selection, mode).draft(element, upstream, twice=twice)

@@ -41,6 +41,8 @@ def script_text(lines: Lines, culprit: Culprit, cause: str) -> str:
     head = [f"torch {torch.__version__}: {cause}", f"{summary[0].upper()}{summary[1:]}."]
     if culprit.phase is Phase.BACKWARD and lines.mode is Mode.FORWARD:
         head.append("The call stands in a backward pass, and is run here by itself.")
+    if any(line.startswith("slope = ") for line in lines.calls):
+        head.append("It shows in the derivative of a derivative.")
     if culprit.source is not None and culprit.source.text:
         head.append(f"Reduced from: {_harmless(culprit.source.text)}")
     names = [name for name in ("inf", "nan") if any(name in line for line in (*lines.literals, *lines.calls))]
