@@ -39,12 +39,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder with a script, in plain text of a fixed width."""
+    """Work in a folder with a script."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS", "RANK"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 
