@@ -25,10 +25,10 @@ from bisect_nan.command.checkpoints import checkpoints
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import meter
-from bisect_nan.command.printing import refuse, say, show
+from bisect_nan.command.printing import letters_escaped, refuse, say, show, tell
 from bisect_nan.command.repro import repro
 from bisect_nan.command.schema import schema
-from bisect_nan.errors import BisectNanError
+from bisect_nan.errors import BisectNanError, TargetError
 
 app = typer.Typer(
     name="bisect-nan",
@@ -59,9 +59,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     hook = sys.excepthook
     try:
-        app()
+        with letters_escaped():
+            app()
     except watching.Start as start:
         script = start.script
+    except OSError as problem:
+        say(f"error: {TargetError.refused(problem)}")
+        sys.exit(child.USAGE)
     else:
         return
     sys.excepthook = hook  # typer has set its own
@@ -70,7 +74,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"bisect-nan {importlib.metadata.version('bisect_nan')}")
+        tell(f"bisect-nan {importlib.metadata.version('bisect_nan')}\n")
         raise typer.Exit
 
 
@@ -170,9 +174,6 @@ def run(
     if as_json + as_markdown + github > 1:
         got = "got more than one of --json, --markdown and --github"
         refuse(BisectNanError(got, "one form for standard output", "run once for each, or write others to files"))
-    if sarif and not Path(sarif).absolute().parent.is_dir():
-        got = f"got --sarif {sarif}, and there is no folder {Path(sarif).parent}"
-        refuse(BisectNanError(got, "a file in a folder that exists", "make the folder"))
     out = Console()
     with tempfile.TemporaryDirectory(prefix="bisect_nan_", ignore_cleanup_errors=True) as scratch:
         request = child.Request(
@@ -214,11 +215,10 @@ def explain(
         text = causes.explain(name)
     except causes.UnknownCause as error:
         refuse(error)
-    out = Console()
-    if out.is_terminal:
-        out.print(Markdown(text))
+    if Console().is_terminal:
+        show(Markdown(text))
     else:
-        typer.echo(text, nl=False)
+        tell(text)
 
 
 @app.command("causes", epilog=_LOOKED_UP)
@@ -272,5 +272,5 @@ def _attend(request: child.Request) -> int:
         return child.CANNOT_TELL
     for message in end.messages:
         say(message)
-    sys.stdout.write(end.text)
+    tell(end.text)
     return end.status

@@ -74,6 +74,16 @@ class SnapshotError(BisectNanError):
 class TargetError(BisectNanError):
     """A model, loss, weights file or case file that the user named cannot be used."""
 
+    @classmethod
+    def refused(cls, problem: OSError) -> TargetError:
+        """Return the error for a path that the system does not even look at: no right to, or a name too long to be one."""
+        got = (
+            f"got {problem.filename}, which cannot be used: {problem.strerror}"
+            if problem.filename
+            else f"got {problem}"
+        )
+        return cls(got, "a path that can be read", "check the path, and who may read it")
+
 
 class CodeError(TargetError):
     """Code that the user named raised while it was imported or called, so that nothing can be told about its numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the switch that rewrites the expected reports."""
     text = "write the files in tests/golden anew; then read the diff"
     parser.addoption("--refresh-golden", action="store_true", help=text)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_output() -> Iterator[None]:
+    """Have programs that tests start write plain text of a fixed width, whatever terminal or runner the tests run in."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            "FORCE_COLOR",
+            "CLICOLOR_FORCE",
+            "NO_COLOR",
+            "TTY_COMPATIBLE",
+            "TTY_INTERACTIVE",
+            "GITHUB_ACTIONS",
+            "RANK",
+        ):
+            patch.delenv(name, raising=False)
+        patch.setenv("COLUMNS", "120")
+        yield
 
 
 @pytest.fixture

@@ -40,21 +40,18 @@ CLEAN = CASE.replace("BODY", "hidden.square().mean()")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, in plain text of a fixed width."""
+    """Work in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
 MAIN = "from bisect_nan.cli import main; main()"
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of Python in a process of its own."""
+def python(code: str, *arguments: str, output: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python in a process of its own; its standard output may go elsewhere."""
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (this very interpreter)
+    return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)  # noqa: S603  (this very interpreter)
 
 
 def bisect_nan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -325,7 +322,73 @@ def test_sarif_is_written_beside_the_report() -> None:
     line = Path("case.py").read_text().splitlines()[9]
     region = replacement["deletedRegion"]
     assert (region["startLine"], region["startColumn"], region["endColumn"]) == (10, 9, len(line) + 1)
-    assert bisect_nan("run", case(CLEAN), "--sarif", "gone/out.sarif").returncode == 2
+
+
+def test_sarif_that_cannot_be_written() -> None:
+    """Folders on the way are made; a bad place costs the file, and neither the report nor its status."""
+    assert bisect_nan("run", case(CLEAN), "--sarif", "new/out.sarif").returncode == 0
+    assert Path("new/out.sarif").is_file()
+    done = bisect_nan("run", case(LOG_OF_ZERO), "--sarif", "new")
+    assert done.returncode == 1
+    assert done.stdout.startswith("error[log_of_zero]: ")
+    assert "error: got new, which cannot be written: " in done.stderr
+    assert "do this: name another one after --sarif" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("run", "NAME"), ("inspect", "NAME"), ("watch", "NAME"), ("repro", "NAME"), ("mcp", "--allow-code", "NAME")],
+)
+def test_a_path_that_the_system_refuses(arguments: tuple[str, ...]) -> None:
+    """A path that cannot be looked at, for its length or for want of a right, is one error and no traceback."""
+    done = bisect_nan(*(argument.replace("NAME", f"{'long' * 100}.py") for argument in arguments))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: got longlong")
+    assert ".py, which cannot be used: File name too long\nexpected: " in done.stderr
+    assert "\ndo this: " in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("run", "clean.py"), ("causes",), ("schema",), ("--version",)])
+def test_an_answer_that_nobody_reads(arguments: tuple[str, ...]) -> None:
+    """A reader that has gone (`| head`) and a closed standard output change nothing about the exit status: 1 would say located."""
+    Path("clean.py").write_text(CLEAN)
+    reads, writes = os.pipe()
+    os.close(reads)
+    for code in (MAIN, f"import sys; sys.stdout = None; {MAIN}"):  # which is what Python makes of `>&-`
+        done = python(code, *arguments, output=writes)
+        assert done.returncode == 0
+        assert "Traceback" not in done.stderr
+    os.close(writes)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.parametrize("arguments", [("run", "case.py"), ("causes",)])
+def test_an_answer_without_room(arguments: tuple[str, ...]) -> None:
+    """A full disk is told in one error, with the status for wrong usage."""
+    case(CLEAN)
+    with Path("/dev/full").open("w") as full:
+        done = python(MAIN, *arguments, output=full.fileno())
+    assert done.returncode == 2
+    assert "error: got standard output, which cannot be written: No space left on device\nexpected: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("run", "fälle/cäse.py"), ("run", "fälle/cäse.py", "--markdown"), ("--help",)])
+def test_letters_that_standard_output_lacks(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    """Where standard output takes ASCII alone, other letters are escapes, and the answer is there."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    Path("fälle").mkdir()
+    Path("fälle/cäse.py").write_text(LOG_OF_ZERO)
+    done = python(MAIN, *arguments)
+    assert done.returncode == (1 if "run" in arguments else 0)
+    assert ("f\\xe4lle/c\\xe4se.py:10" if "run" in arguments else "\\u2022") in done.stdout
+
+
+def test_a_watched_script_keeps_its_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its letters are its own: what it would make of them without a watch it makes under one."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:xmlcharrefreplace")
+    Path("train.py").write_text("print('\u00e4')")
+    assert python(MAIN, "watch", "train.py").stdout == "&#228;\n"
 
 
 def test_one_form_on_stdout() -> None:

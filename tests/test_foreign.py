@@ -263,6 +263,9 @@ def test_what_to_type_next(trained: Path) -> None:
         load_target("batch.pt", loss=MSE)
     command = f"bisect-nan run batch.pt --model module:callable --weights FILE --loss {MSE}"
     assert COMMAND.search(str(caught.value))[1] == command  # type: ignore[index]
+    with pytest.raises(TargetError, match="without a model") as caught:
+        load_target("batch.pt", repro="-")
+    assert caught.value.do.endswith(" --save crash.safetensors, then bisect-nan repro crash.safetensors")
 
 
 def test_a_loss_that_is_not_named() -> None:

@@ -102,9 +102,25 @@ def test_pictures_are_drawn_where_there_are_numbers() -> None:
     assert "The growth began at node 3 ( mm at model.py:12) with 2.5." in page.text
     assert "limit of f16: 65504" in page.text
     assert "812.25 at step 7" in page.text
-    assert "25 NaN and 0 infinite of the 50 elements of [2, 5, 5]; sample 1 carries the fault" in page.text
+    assert "25 NaN of the 50 elements of [2, 5, 5]; sample 1 carries the fault" in page.text
     names = next(svg for svg in page.all("svg") if svg.attributes.get("class") == "names loose")
     assert every(names, "text") == ["sample 1", "0"]
+
+
+def test_one_element_has_no_map() -> None:
+    """A loss is one element: where it is bad needs no picture."""
+    (bad,) = PICTURE.bad
+    one = replace(bad, shape=(), split=0, rows=((0, 1),), columns=((0, 1),), nan=((1,),), inf=((0,),))
+    assert "The bad elements" not in every(read(to_html(LOCATED, replace(PICTURE, bad=(one,)))), "h2")
+
+
+def test_further_errors_are_one_click_away() -> None:
+    """Where there are several, the first screen names the others, each a link to its part of the page."""
+    page = read(to_html(REPORTS["several"]))
+    links = [element for element in page.all("a") if (element.attributes["href"] or "").startswith("#error-")]
+    parts = {element.attributes["id"] for element in page.all("article")}
+    assert links
+    assert {(element.attributes["href"] or "").removeprefix("#") for element in links} == parts - {"error-1"}
 
 
 def hostile(value: Any, text: str) -> Any:
@@ -236,7 +252,11 @@ def test_the_strip_keeps_what_matters(calls: list[Magnitude]) -> None:
         return
     assert all(0 <= bar.x <= bar.x + bar.width <= 100.01 and 0 <= bar.y <= 100 for bar in drawn.bars)
     assert all(a.x + a.width <= b.x + 0.01 for a, b in zip(drawn.bars, drawn.bars[1:], strict=False))
-    assert any(bar.bad for bar in drawn.bars) == any(one.nonfinite for one in calls)
+    assert any(bar.kind != "finite" for bar in drawn.bars) == any(one.nonfinite for one in calls)
+    assert all(bar.y == 0 for bar in drawn.bars if bar.kind == "none"), "what holds no finite number is no short bar"
+    if len(drawn.bars) == drawn.calls:
+        alone = [one for one in calls if one.nonfinite and not one.largest]
+        assert sum(bar.kind == "none" for bar in drawn.bars) == len(alone)
     nearest = max(one.largest / one.limit for one in calls)
     assert drawn.nearest[0].largest / drawn.nearest[0].limit == nearest
     assert all(limit.above or limit.y >= 0 for limit in drawn.limits)

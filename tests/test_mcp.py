@@ -175,6 +175,8 @@ def test_inspect() -> None:
         ("inspect", "text.safetensors", "without a whole header"),
         ("run", "crash.pt", "expected: a crash snapshot"),
         ("inspect", "crash.pt", "got crash.pt, which is no snapshot"),
+        ("run", f"{'x' * 300}.safetensors", "which cannot be used: File name too long"),
+        ("inspect", f"{'x' * 300}.safetensors", "which cannot be used: File name too long"),
     ],
 )
 def test_unusable_files(tool: str, path: str, words: str) -> None:
@@ -185,6 +187,15 @@ def test_unusable_files(tool: str, path: str, words: str) -> None:
     assert result.is_error
     assert words in text_of(result)
     assert "\ndo this: " in text_of(result)
+
+
+@pytest.mark.parametrize("text", ["", "a\0b", "x" * 200_000])
+def test_texts_that_name_nothing(text: str) -> None:
+    """What can be neither a path nor a cause is refused as an argument, and no tool stumbles over it."""
+    for tool, arguments in (("run", {"path": text}), ("inspect", {"path": text}), ("explain", {"cause": text})):
+        result = ask(tool, **arguments)
+        assert result.is_error
+        assert "validation error" in text_of(result)
 
 
 def test_no_code_unless_the_user_allowed_it(folder: Path) -> None:

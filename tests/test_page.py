@@ -18,9 +18,8 @@ from bisect_nan.errors import ReplayError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, in plain text of a fixed width."""
+    """Work in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
 
 

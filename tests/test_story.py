@@ -31,6 +31,18 @@ def test_the_term_that_carries_the_fault_is_told_beside_the_others() -> None:
     assert "3 (tests/test_story.py:24)" in told
 
 
+def test_no_number_is_told_that_the_step_has_not() -> None:
+    """Of several culprits the earlier ones are neutralised to look at the later: terms made of neutral values are none of the loss."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y - y).log().mean() + (-y.abs() - 1).sqrt().mean() + (y / (y - y)).sum()
+
+    culprits = locate(Snapshot.capture(nn.Linear(3, 2), torch.ones(4, 3), step), remedies=False).culprits
+    assert len(culprits) == 3
+    assert not any("terms of the loss" in note for culprit in culprits for note in culprit.notes)
+
+
 def test_a_loss_of_one_term_has_no_others() -> None:
     """Nothing is told then."""
     assert "terms" not in notes(nn.Linear(3, 2), lambda model, x: (model(x).relu() * 0).log().mean() * 2)

@@ -237,6 +237,15 @@ def test_case_that_imports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rerun(found.case).returncode == 0
 
 
+def test_a_case_that_cannot_be_written(folder: Path) -> None:
+    """What was found is told all the same, and why there is no file of it."""
+    (folder / "taken").write_text("")
+    found = failure(distance, SCORES, SCORES, directory="taken")
+    assert found.case is None
+    assert found.finding.verdict is Verdict.LOCATED
+    assert "note: no file of it was written: " in str(found)
+
+
 def test_case_that_is_copied() -> None:
     """A function inside of another is copied with what it uses, and shows the same cause in a fresh process."""
     scale = 0.0

@@ -117,6 +117,15 @@ def test_the_line_to_write_is_the_line_with_the_change() -> None:
     assert remedy.loss == pytest.approx(float(torch.tensor(1e-6).log()))
 
 
+def test_the_line_keeps_its_own_writing() -> None:
+    """Quotes and blanks of the operand stay as they are, and brackets around it are used again."""
+    batch = {"x": torch.ones(2, 3)}
+    snapshot = Snapshot.capture(nn.Linear(3, 2), batch, lambda model, b: (model(b["x"])*0).log().mean())  # fmt: skip
+    (culprit,) = locate(snapshot).culprits
+    assert culprit.remedy is not None
+    assert '(model(b["x"])*0).clamp(min=1e-6).log().mean()' in culprit.remedy.code
+
+
 def test_an_operand_is_named_though_its_line_cannot_be_changed_by_itself() -> None:
     """Two such calls that one line makes stand in a loop: the sentence shows what has to be written instead."""
 

@@ -39,12 +39,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder with a script, in plain text of a fixed width."""
+    """Work in a folder with a script."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS", "RANK"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 
@@ -80,6 +77,17 @@ def test_the_first_fault_ends_the_script(folder: Path, monkeypatch: pytest.Monke
     snapshot = Snapshot.load(folder / "here" / "step_3_rank_1.safetensors")
     assert snapshot.step_number == 3
     assert [entry["step"] for entry in snapshot.history] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("directory", ["train.py", "long" * 100])
+def test_a_folder_that_cannot_be_written(directory: str) -> None:
+    """Where no snapshot can be kept the fault is told all the same, and a script that shall go on goes on."""
+    seen = watch("--on-fault", "continue", "--directory", directory, "train.py", "--bad", "1")
+    assert seen.returncode == 0
+    assert seen.stdout.startswith("step 0\nstep 1\nstep 2\n")
+    assert "error: no snapshot was written: " in seen.stderr
+    assert "error[log_of_zero]" in seen.stderr
+    assert "The report again" not in seen.stderr
 
 
 def test_a_module_that_goes_on_after_the_fault(folder: Path) -> None:

@@ -38,10 +38,13 @@ class Story:
         self._program, self._dependence, self._witness = program, dependence, witness
 
     def terms(self) -> tuple[str, ...]:
-        """Say which term of a non-finite loss is bad and what the others are, where the loss is a sum of several."""
+        """Say which term of a non-finite loss is bad and what the others are, where the loss is a sum of several.
+
+        Where births before the terms are neutralised, the numbers would not be those of the step, and nothing is said.
+        """
         loss = self._program.targets.loss
         adding = [] if loss is None else list(self._adding(loss))
-        if not adding:
+        if not adding or self._witness.altered(adding[-1]):
             return ()
         seen = {executed.node.index: executed for executed in self._witness.between(adding[-1], adding[0])}
         terms = dict(self._terms(adding, seen))

@@ -176,7 +176,7 @@ class Trial:
         problem = self._problem(gradients, rerun)
         if problem:
             return Outcome(finite=False, loss=value, text=f"the loss is {value:.6g}, but {problem}")
-        seen = f"loss {value:.6g}, all {len(gradients)} gradients finite"
+        seen = f"loss {value:.6g}, {_all(len(gradients), 'gradient')} finite"
         if gradients:
             seen += f" (norm {norms(gradients.values())[0]:.3g})"
         doubt = self._doubt(rerun)
@@ -245,7 +245,9 @@ class Trial:
         if bad or not math.isfinite(value):
             what = f"the gradient of {bad[0]} is still non-finite" if bad else f"the loss is {value:g}"
             return Outcome(finite=False, loss=value, text=what)
-        return Outcome(finite=True, loss=value, text=f"loss {value:.6g}, all {len(targets.gradients)} gradients finite")
+        return Outcome(
+            finite=True, loss=value, text=f"loss {value:.6g}, {_all(len(targets.gradients), 'gradient')} finite"
+        )
 
     def _update(self, changes: Mapping[int, Change], placeholders: Env, types: Types) -> Outcome:
         """Execute the optimizer's step, or one that raised up to what it had looked at."""
@@ -262,8 +264,8 @@ class Trial:
             return Outcome(finite=not bad, loss=None, text=f"the value {name} is {seen}")
         if bad:
             return Outcome(finite=False, loss=None, text=f"{bad[0]} is still non-finite after the update")
-        finite_now = f"all {len(targets.parameters)} parameters finite after the update"
-        return Outcome(finite=True, loss=self._snapshot.loss, text=finite_now)
+        text = f"{_all(len(targets.parameters), 'parameter')} finite after the update"
+        return Outcome(finite=True, loss=self._snapshot.loss, text=text)
 
     def _forward(self, wanted: Sequence[int]) -> list[int]:
         """The calls behind some values, without those of the backward pass."""
@@ -310,3 +312,7 @@ def _edit(change: Change) -> Edit:
                 executed.content[number].copy_(tensor)
 
     return edit
+
+
+def _all(count: int, kind: str) -> str:
+    return f"the one {kind}" if count == 1 else f"all {count} {kind}s"

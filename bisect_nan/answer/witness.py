@@ -103,6 +103,10 @@ class Witness:
         run.advance(self._stretch.cut_after(last.index), seen.append)
         return seen
 
+    def altered(self, node: Node) -> bool:
+        """Whether births before a call are neutralised, so that what it is given need not be what it was given in the step."""
+        return any(index < node.index for index in self._edits)
+
     def before(self, node: Node) -> Run:
         """Run up to a call, from the latest checkpoint before it and before all births that have to be neutralised."""
         place = self._stretch.cut_after(node.index) - 1

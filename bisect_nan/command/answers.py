@@ -23,20 +23,23 @@ def render(finding: Finding, request: Request) -> str:
     return report + to_annotations(finding) if request.github else report
 
 
-def write_files(finding: Finding, request: Request) -> None:
-    """Write the forms that go to files.
+def write_sarif(path: Path, finding: Finding) -> str:
+    """Write a finding as SARIF; a problem costs the file, not the answer.
 
-    Raises:
-        TargetError: A file cannot be written.
+    Returns:
+        What went wrong, for people; nothing when all is well.
     """
-    if request.sarif:
-        explained = {culprit.cause: causes.explain(culprit.cause) for culprit in finding.culprits}
-        text = json.dumps(to_sarif(finding, explained, _lines_here(finding)), indent=2, allow_nan=False)
-        write_text(Path(request.sarif), text + "\n", "--sarif")
+    explained = {culprit.cause: causes.explain(culprit.cause) for culprit in finding.culprits}
+    text = json.dumps(to_sarif(finding, explained, _lines_here(finding)), indent=2, allow_nan=False)
+    try:
+        write_text(path, text + "\n", "--sarif")
+    except TargetError as problem:
+        return f"error: {problem}"
+    return ""
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write what an option asks for into its file, as a whole or not at all.
+    """Write what an option asks for into its file, as a whole or not at all; folders on the way are made.
 
     Raises:
         TargetError: It cannot be written.

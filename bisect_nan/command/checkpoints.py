@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bisect_nan.command.child import CANNOT_TELL, CLEAN, LOCATED
 from bisect_nan.command.meter import meter
-from bisect_nan.command.printing import refuse
+from bisect_nan.command.printing import refuse, show, tell
 from bisect_nan.errors import TargetError
 
 
@@ -35,13 +35,12 @@ def checkpoints(
             found = first_bad_checkpoint(folder, progress=progress)
     except TargetError as error:
         refuse(error)
-    out = Console()
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
-    elif out.is_terminal:
-        out.print(found, soft_wrap=True)
+        tell(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
+    elif Console().is_terminal:
+        show(found, soft_wrap=True)
     else:
-        typer.echo(str(found))
+        tell(f"{found}\n")
     if found.first is not None:
         raise typer.Exit(LOCATED)
     raise typer.Exit(CLEAN if found.certain else CANNOT_TELL)

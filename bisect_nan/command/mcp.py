@@ -30,8 +30,8 @@ def mcp(
 ) -> None:
     """Serve coding agents, as a server of the Model Context Protocol on standard input and output (extra `mcp`).
 
-    Its tools are `run`, `explain` and `inspect`. They take crash snapshots, of which no code is executed; case files (`*.py`) only where
-    --allow-code names them. An editor starts the server by itself, once its settings hold this command:
+    Its tools are `run`, `repro`, `explain` and `inspect`. They take crash snapshots, of which no code is executed; case files
+    (`*.py`) only where --allow-code names them. An editor starts the server by itself, once its settings hold this command:
 
     - `{"mcpServers": {"bisect-nan": {"command": "bisect-nan", "args": ["mcp"]}}}`
 

@@ -47,9 +47,15 @@ the cause and a change, and says whether that change was executed and made the s
 PAUSE = 0.5
 """Seconds between two notifications of progress within a stage."""
 
-Snapshot = Annotated[str, Field(description="Path of a crash snapshot (`*.safetensors`).")]
-Target = Annotated[str, Field(description="Path of a crash snapshot (`*.safetensors`), or of a case file (`*.py`).")]
-Cause = Annotated[str, Field(description="Name of a cause, as `run` gives it, such as `log_of_zero`.")]
+_ARGUMENT: Any = {
+    "pattern": r"^[^\x00]+$",
+    "max_length": 4096,
+}  # others the system takes neither as a path nor for a process
+Snapshot = Annotated[str, Field(description="Path of a crash snapshot (`*.safetensors`).", **_ARGUMENT)]
+Target = Annotated[
+    str, Field(description="Path of a crash snapshot (`*.safetensors`), or of a case file (`*.py`).", **_ARGUMENT)
+]
+Cause = Annotated[str, Field(description="Name of a cause, as `run` gives it, such as `log_of_zero`.", **_ARGUMENT)]
 
 
 class Tools:
@@ -121,8 +127,9 @@ class Tools:
         """Show what a crash snapshot holds, without executing any of it: symptom, history, environment, tensors by name and shape."""
         try:
             manifest = await anyio.to_thread.run_sync(read_snapshot, Path(path))
-        except BisectNanError as error:
-            raise ToolError(str(error)) from error
+        except (BisectNanError, OSError) as error:
+            told = TargetError.refused(error) if isinstance(error, OSError) else error
+            raise ToolError(str(told)) from error
         shown = "writer", "symptom", "loss", "step_number", "history", "environment", "nodes", "placeholders"
         text = plain(to_renderable(Path(path), manifest, everything=True))
         return _result(text, structured={key: manifest.data[key] for key in shown})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from rich.console import Console
 from bisect_nan.command import child
 from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.meter import meter
+from bisect_nan.command.printing import say, tell
 
 
 def repro(
@@ -55,9 +55,9 @@ def _attend(request: child.Request) -> int:
             request = child.without(request, end, count)
             end = child.attend(request, progress)
     if isinstance(end, child.Crash):
-        typer.echo(f"error: {describe_crash(end, request)}", err=True)
+        say(f"error: {describe_crash(end, request)}")
         return child.CANNOT_TELL
     for message in end.messages:
-        typer.echo(message, err=True)
-    sys.stdout.write(end.text)
+        say(message)
+    tell(end.text)
     return end.status

@@ -7,14 +7,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from bisect_nan.command.child import REDUCE, Progress, Request
+from bisect_nan.command.answers import write_text
+from bisect_nan.command.child import CLEAN, REDUCE, USAGE, Progress, Request
 from bisect_nan.errors import TargetError
 from bisect_nan.finding import Finding
 from bisect_nan.reproduction.minimal import minimal_script
 from bisect_nan.snapshots.snapshot import Snapshot
 
 
-def write_script(snapshot: Snapshot | None, finding: Finding, request: Request, progress: Progress) -> tuple[str, str]:
+def write_script(
+    snapshot: Snapshot | None, finding: Finding, request: Request, progress: Progress
+) -> tuple[str, str, int]:
     """Make the script and write it to the file that was asked for.
 
     Args:
@@ -24,11 +27,11 @@ def write_script(snapshot: Snapshot | None, finding: Finding, request: Request, 
         progress: Told about the work.
 
     Returns:
-        What to print on standard output, and a message for people.
+        What to print on standard output, a message for people, and the exit status. The script itself is printed where its file cannot
+        be written.
 
     Raises:
         ReproductionError: There is no such script.
-        TargetError: The file cannot be written.
     """
     with _quiet():
         script = minimal_script(
@@ -36,17 +39,13 @@ def write_script(snapshot: Snapshot | None, finding: Finding, request: Request, 
         )
     checked = f"checked: {script.checked}"
     if request.repro == "-":
-        return script.code, checked
+        return script.code, checked, CLEAN
     try:
-        Path(request.repro).write_text(script.code, encoding="utf-8")
-    except OSError as error:
-        raise TargetError(
-            f"got {request.repro}, which cannot be written: {error.strerror}",
-            "a file in a folder that is there",
-            "name another one",
-        ) from error
+        write_text(Path(request.repro), script.code, "-o")
+    except TargetError as problem:
+        return script.code, f"error: {problem}\n{checked}", USAGE
     count = len(script.code.splitlines())
-    return f"wrote {request.repro}: {count} lines, {script.drafts} scripts tried\n{checked}\n", ""
+    return f"wrote {request.repro}: {count} lines, {script.drafts} scripts tried\n{checked}\n", "", CLEAN
 
 
 @contextlib.contextmanager

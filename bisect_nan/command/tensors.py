@@ -215,12 +215,15 @@ def _used(saved: _Saved, found: Roles, *, with_state: bool) -> str:
 
 
 def _command(request: Request, **more: str) -> str:
-    """Return the command line to type next: what was typed, and what is missing."""
+    """Return the command line to type next: what was typed, and what is missing; a script is reduced from a snapshot."""
     words = ["bisect-nan", "run", request.target]
     for option in ("batch", "model", "weights", "loss", "device"):
         value = getattr(request, option) or more.get(option, "")
         words += [f"--{option}", value] if value else []
-    return shlex.join(words)
+    kept = "crash.safetensors"
+    return (
+        f"{shlex.join([*words, '--save', kept])}, then bisect-nan repro {kept}" if request.repro else shlex.join(words)
+    )
 
 
 def _build(name: str, target: Path) -> nn.Module:

@@ -6,6 +6,7 @@ report again on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.util
 import itertools
@@ -14,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -226,18 +228,28 @@ class _Watcher:
         _say(f"Step {fault.step}: {fault.snapshot.observed.symptom.describe()}.")
         try:
             path = fault.snapshot.save(_free_path(self._directory, fault.step))
-        except BisectNanError as problem:
+        except (BisectNanError, OSError) as problem:
             _say(f"error: no snapshot was written: {problem}")
+            with (
+                contextlib.suppress(BisectNanError, OSError),
+                tempfile.TemporaryDirectory(prefix="bisect_nan_") as folder,
+            ):
+                _report(fault.snapshot.save(_free_path(Path(folder), fault.step)))
             return
         shown = Path(os.path.relpath(path)) if path.is_relative_to(Path.cwd()) else path
-        locate = [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan", "run", str(shown)]
-        done = subprocess.run(locate, stdout=sys.__stderr__, check=False)  # noqa: S603  (a command of this package)
-        if done.returncode != LOCATED and "RANK" in os.environ:
-            _say("If gradients are averaged over ranks, the fault has come from another one: look at its report.")
+        _report(shown)
         _say(f"The report again: bisect-nan run {shlex.quote(str(shown))}")
 
     def _end(self) -> NoReturn:
         raise SystemExit(LOCATED)
+
+
+def _report(path: Path) -> None:
+    """Locate the fault of a snapshot in a process of its own, which tells it on standard error."""
+    locate = [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan", "run", str(path)]
+    done = subprocess.run(locate, stdout=sys.__stderr__, check=False)  # noqa: S603  (a command of this package)
+    if done.returncode != LOCATED and "RANK" in os.environ:
+        _say("If gradients are averaged over ranks, the fault has come from another one: look at its report.")
 
 
 def _free_path(directory: Path, step: int) -> Path:

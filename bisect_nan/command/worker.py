@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bisect_nan.answer.driver import locate
-from bisect_nan.command.answers import render, write_files
+from bisect_nan.command.answers import render, write_sarif
 from bisect_nan.command.child import CANNOT_TELL, CAPTURED, CLEAN, LOCATED, USAGE, Request
 from bisect_nan.command.page import write_page
 from bisect_nan.command.reproducing import write_script
@@ -49,21 +49,22 @@ def main() -> int:
     try:
         finding, snapshot = _find(request, progress, messages)
         if request.repro:
-            text, message = write_script(snapshot, finding, request, progress)
-            messages += [message] if message else []
-            status = CLEAN
+            text, message, status = write_script(snapshot, finding, request, progress)
+            messages.append(message)
         else:
             status = STATUS.get(finding.verdict, CANNOT_TELL)
-            write_files(finding, request)
             text = render(finding, request)
+            if request.sarif:
+                messages.append(write_sarif(Path(request.sarif), finding))
             if request.html:
                 progress("draw", 0, 0)
                 messages.append(write_page(Path(request.html), finding, snapshot))
         found = finding.to_dict()
     except CodeError as error:  # The user's own code raised, which says nothing about the fault.
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
-    except (SnapshotError, TargetError) as error:
-        messages, status = [f"error: {error}", *_trace(error.__cause__, request)], USAGE
+    except (SnapshotError, TargetError, OSError) as error:
+        told = TargetError.refused(error) if isinstance(error, OSError) else error
+        messages, status = [f"error: {told}", *_trace(error.__cause__, request)], USAGE
     except BisectNanError as error:
         messages, status = [f"error: {error}", *_trace(error.__cause__, request)], CANNOT_TELL
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -78,7 +79,7 @@ def main() -> int:
         got = f"error: got an unexpected {type(error).__name__} in stage {last['stage']}: {error}"
         do = "report this fault of bisect_nan; -v shows the traceback"
         messages, status = [f"{got}\ndo this: {do}", *_trace(error, request)], CANNOT_TELL
-    send({"answer": text, "messages": messages, "status": status, "finding": found})
+    send({"answer": text, "messages": list(filter(None, messages)), "status": status, "finding": found})
     return status
 
 

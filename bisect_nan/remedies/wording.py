@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 
 from bisect_nan.causes.evidence import base_name
 from bisect_nan.finding import SourceLine
@@ -48,7 +49,7 @@ def in_words(site: Site, proposal: Proposal) -> str:
     op, source = _place(site, proposal)
     where = f" at {source}" if proposal.node is not None else ""
     found = None if source is None else _operand_of(source.text, op, proposal)
-    shown = "x" if found is None else _atom(found[1])
+    shown = "x" if found is None or source is None else _atom(source.text, found[1])
     return f"{proposal.text}{where}: {proposal.wrap.replace('{x}', shown)}"
 
 
@@ -67,7 +68,7 @@ def _changed(text: str, op: str, proposal: Proposal) -> str | None:
     place, operand = found
     if proposal.wrap.count("{x}") > 1 and not isinstance(operand, ast.Name | ast.Attribute):
         return None  # written twice, it would be computed twice
-    wrapped = proposal.wrap.replace("{x}", _atom(operand))
+    wrapped = proposal.wrap.replace("{x}", _atom(text, operand))
     line = _replaced(text, place if proposal.whole else operand, wrapped)
     return line if line is not None and _parsed(line) is not None else None
 
@@ -165,15 +166,29 @@ _ALONG = {
 """Ops that work along dimensions, which follow the operand."""
 
 
-def _atom(node: ast.expr) -> str:
-    text = ast.unparse(node)
-    simple = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
-    return text if isinstance(node, simple) else f"({text})"
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+"""Expressions that a dot or an operator may follow as they stand."""
+
+
+def _atom(text: str, node: ast.expr) -> str:
+    """Return an expression as it is written in a line, with brackets around it where something may follow."""
+    written = ast.get_source_segment(text, node) or ast.unparse(node)
+    return written if isinstance(node, _ATOMS) else f"({written})"
 
 
 def _replaced(text: str, node: ast.expr, new: str) -> str | None:
-    """Return the text with the source of one expression replaced."""
-    if node.lineno != 1 or node.end_lineno != 1:
+    """Return the text with the source of one expression replaced, and with it the brackets around it that are no longer needed."""
+    if node.lineno != 1 or node.end_lineno != 1 or node.end_col_offset is None:
         return None
     encoded = text.encode()
-    return (encoded[: node.col_offset] + new.encode() + encoded[node.end_col_offset :]).decode()
+    before, after = encoded[: node.col_offset].decode(), encoded[node.end_col_offset :].decode()
+    if re.search(r"(^|[^\w)\]])\($", before) and after.startswith(")") and isinstance(_expression(new), _ATOMS):
+        before, after = before[:-1], after[1:]
+    return f"{before}{new}{after}"
+
+
+def _expression(text: str) -> ast.expr | None:
+    """Return the syntax of an expression; None where it is none."""
+    with contextlib.suppress(SyntaxError):
+        return ast.parse(text, mode="eval").body
+    return None

@@ -89,6 +89,7 @@ class Draft:
         result: The blamed result (FORWARD) or the tensor that is written to (UPDATE).
         element: Index of the blamed element in a FORWARD result.
         loss: The scalar that BACKWARD begins with, as Python.
+        slope_of: The tensor whose gradient is the loss instead, so that BACKWARD takes a derivative of a derivative; empty for none.
     """
 
     literals: tuple[Literal, ...]
@@ -97,8 +98,12 @@ class Draft:
     result: Var | None = None
     element: tuple[int, ...] = ()
     loss: str = ""
+    slope_of: str = ""
 
     def calls(self) -> list[str]:
         """Return the lines of the calls, and that of the loss."""
         lines = [step.text() for step in self.steps]
+        if self.slope_of:
+            lines.append(f"slope = torch.autograd.grad({self.loss}, {self.slope_of}, create_graph=True)[0]")
+            return [*lines, "loss = slope.sum()"]
         return [*lines, f"loss = {self.loss}"] if self.loss else lines

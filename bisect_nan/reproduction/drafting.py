@@ -17,7 +17,7 @@ from bisect_nan.reproduction.surroundings import Surroundings, Unit, numbers_in
 _NAMES = {"self": "x", "input": "x", "tensors": "x"}
 """What the arguments of operators are called in a script, where their own name says little."""
 
-_TAKEN = {"torch", "loss", "inf", "nan", "complex", "y", "upstream"}
+_TAKEN = {"torch", "loss", "inf", "nan", "complex", "y", "upstream", "slope"}
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -42,12 +42,13 @@ class Drafting:
         for count, unit in enumerate(selection, 1):
             self._write(unit, "" if count == len(selection) else str(count))
 
-    def draft(self, element: Sequence[int], upstream: torch.Tensor | None = None) -> Draft:
+    def draft(self, element: Sequence[int], upstream: torch.Tensor | None = None, *, twice: bool = False) -> Draft:
         """Return the draft.
 
         Args:
             element: Index of the element of a FORWARD result that it shall show.
             upstream: What the result is multiplied with before it is summed up to the loss; nothing when None.
+            twice: Whether the loss is a derivative already.
 
         Raises:
             ReproductionError: These calls cannot show a fault in this way.
@@ -61,7 +62,8 @@ class Drafting:
             end = core if core not in self._read else [unit for unit in self._vars if unit not in self._read][-1]
             result = self._var(end, self._around.blamed if end == core else 0)
             return Draft(tuple(literals), tuple(self._steps), self._mode, result, tuple(element))
-        if not any(literal.grad for literal in literals):
+        differentiable = [literal.name for literal in literals if literal.grad]
+        if not differentiable:
             raise _no_way("a tensor with a gradient")
         if upstream is not None:
             literals.append(Literal("upstream", upstream.detach().clone()))
@@ -71,7 +73,8 @@ class Drafting:
         )
         if not loss:
             raise _no_way("a result that a gradient comes from")
-        return Draft(tuple(literals), tuple(self._steps), self._mode, loss=loss)
+        slope_of = differentiable[0] if twice else ""
+        return Draft(tuple(literals), tuple(self._steps), self._mode, loss=loss, slope_of=slope_of)
 
     def _write(self, unit: Unit, number: str) -> None:
         """Write a line; the last one has no number, and is the one that may write to a tensor."""

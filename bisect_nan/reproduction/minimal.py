@@ -123,16 +123,19 @@ def unchecked(
     """
     culprit = _culprit(finding)
     assert snapshot is not None  # an operation was located in it
-    told, wanted = progress or (lambda *_: None), Wanted.of(finding, culprit)
-    oracle = Oracle(wanted, _BUDGET, lambda asked: told("reduce", asked, _BUDGET), skip)
-    draft = _found(Surroundings(snapshot, culprit), culprit, finding, oracle)
+    told, around = progress or (lambda *_: None), Surroundings(snapshot, culprit)
+    oracle = Oracle(Wanted.of(finding, culprit), _BUDGET, lambda asked: told("reduce", asked, _BUDGET), skip)
+    draft = _found(around, culprit, finding, oracle)
+    if draft is None and culprit.phase is Phase.BACKWARD and not around.derivative:
+        oracle.wanted = Wanted.by_itself(culprit)
+        draft = _found(around, culprit, finding, oracle)
     if draft is None:
         got = (
             f"got `{op_of(culprit)}`, whose fault ({culprit.cause}) does not show in it and the calls next to it alone"
         )
         raise ReproductionError(got, "a fault of a few calls", _INSTEAD)
     lines = script_lines(shrink(draft, oracle))
-    return Unchecked(script_text(lines, culprit, oracle.cause), lines, wanted, oracle.asked)
+    return Unchecked(script_text(lines, culprit, oracle.cause), lines, oracle.wanted, oracle.asked)
 
 
 def _culprit(finding: Finding) -> Culprit:
@@ -187,15 +190,7 @@ def _attempts(around: Surroundings, culprit: Culprit, finding: Finding) -> Itera
     if around.derivative or hidden:
         mode = Mode.BACKWARD
     if mode is not Mode.FORWARD:
-        gradients: list[torch.Tensor | None] = [None]
-        if around.derivative and around.upstream is not None:
-            gradients += [around.upstream, torch.zeros_like(around.upstream)]
-        told = _TOLD.get(culprit.cause, ())
-        selections = list(around.selections(later=True))
-        selections.sort(key=lambda selection: not {around.name(unit) for unit in selection}.issuperset(told))
-        for selection in selections:
-            for upstream in gradients:
-                yield selection, _maker(around, mode, upstream=upstream)
+        yield from _beyond_results(around, culprit, mode)
     if around.derivative:
         return
     elements = list(dict.fromkeys([culprit.element, *around.bad_elements()]))
@@ -205,7 +200,27 @@ def _attempts(around: Surroundings, culprit: Culprit, finding: Finding) -> Itera
                 yield selection, _maker(around, Mode.FORWARD, element=element)
 
 
+def _beyond_results(around: Surroundings, culprit: Culprit, mode: Mode) -> Iterator[Attempt]:
+    """Yield attempts that show the fault in a gradient or in what is written to."""
+    gradients: list[torch.Tensor | None] = [None]
+    if around.derivative and around.upstream is not None:
+        gradients += [around.upstream, torch.zeros_like(around.upstream)]
+    told = _TOLD.get(culprit.cause, ())
+    selections = list(around.selections(later=True))
+    selections.sort(key=lambda selection: not {around.name(unit) for unit in selection}.issuperset(told))
+    for selection in selections:
+        for upstream in gradients:
+            yield selection, _maker(around, mode, upstream=upstream)
+            if around.differentiates:
+                yield selection, _maker(around, mode, upstream=upstream, twice=True)
+
+
 def _maker(
-    around: Surroundings, mode: Mode, *, element: tuple[int, ...] = (), upstream: torch.Tensor | None = None
+    around: Surroundings,
+    mode: Mode,
+    *,
+    element: tuple[int, ...] = (),
+    upstream: torch.Tensor | None = None,
+    twice: bool = False,
 ) -> Callable[[list[Unit]], Draft]:
-    return lambda selection: Drafting(around, selection, mode).draft(element, upstream)
+    return lambda selection: Drafting(around, selection, mode).draft(element, upstream, twice=twice)

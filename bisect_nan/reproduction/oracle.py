@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 from bisect_nan.errors import BisectNanError
 from bisect_nan.reproduction.draft import Draft
@@ -15,6 +16,7 @@ class Oracle:
     Attributes:
         asked: How many drafts were run.
         cause: What was located in the last one that shows the fault.
+        wanted: What has to be located; where that may be any cause, the first that is.
     """
 
     def __init__(self, wanted: Wanted, budget: int, told: Callable[[int], None], skip: Container[int]) -> None:
@@ -27,7 +29,7 @@ class Oracle:
             skip: Numbers of drafts that end the process: they do not run, and the answer is no.
         """
         self.asked, self.cause = 0, ""
-        self._wanted, self._budget, self._told, self._skip = wanted, budget, told, skip
+        self.wanted, self._budget, self._told, self._skip = wanted, budget, told, skip
 
     @property
     def spent(self) -> bool:
@@ -45,13 +47,14 @@ class Oracle:
         tensors = {known.name: known.tensor.clone().requires_grad_(known.grad) for known in draft.literals}
         try:
             lines = lines_of(draft)
-            seen = self._wanted.located(located(lines, tensors)) if fails(lines, tensors) else None
+            seen = self.wanted.located(located(lines, tensors)) if fails(lines, tensors) else None
         except BisectNanError:
             return False
         except Exception:  # noqa: BLE001  (operators refuse arguments with errors of any kind: this is no such script)
             return False
         if seen is not None:
             self.cause = seen.cause
+            self.wanted = replace(self.wanted, causes=self.wanted.causes or frozenset({seen.cause}))
         return seen is not None
 
 

@@ -49,7 +49,7 @@ class Wanted:
     """What has to be located in a script.
 
     Attributes:
-        causes: The causes that are taken for the same.
+        causes: The causes that are taken for the same; empty for any.
         op: The operation, as `op_of` names it.
         others: Causes and operations that may be located beside it, as they were in the step.
     """
@@ -64,9 +64,19 @@ class Wanted:
         causes = _GROWN if culprit.cause == "learning_rate_explosion" else frozenset({culprit.cause})
         return cls(causes, op_of(culprit), frozenset((other.cause, op_of(other)) for other in finding.culprits))
 
+    @classmethod
+    def by_itself(cls, culprit: Culprit) -> Wanted:
+        """Return what has to be located for a call that is run outside of the pass that it stands in: any cause.
+
+        A division in the hand-written backward code of an autograd Function is part of a derivative in the step; run by itself it is a
+        division.
+        """
+        return cls(frozenset(), op_of(culprit))
+
     def located(self, finding: Finding) -> Culprit | None:
         """Return the culprit that is meant; None when a finding does not name it, or names something new."""
-        named = [culprit for culprit in finding.culprits if culprit.cause in self.causes and op_of(culprit) == self.op]
+        fitting = [culprit for culprit in finding.culprits if not self.causes or culprit.cause in self.causes]
+        named = [culprit for culprit in fitting if op_of(culprit) == self.op]
         new = [culprit for culprit in finding.culprits if (culprit.cause, op_of(culprit)) not in self.others]
         fits = finding.verdict is Verdict.LOCATED and all(culprit in named for culprit in new)
         return named[0] if named and fits else None

@@ -7,7 +7,7 @@ import textwrap
 import torch
 
 from bisect_nan.causes import find
-from bisect_nan.finding import Culprit
+from bisect_nan.finding import Culprit, Phase
 from bisect_nan.reproduction.draft import Draft, Literal, Mode
 from bisect_nan.reproduction.literals import options_text, tensor_text
 from bisect_nan.reproduction.oracle import lines_of
@@ -39,6 +39,10 @@ def script_text(lines: Lines, culprit: Culprit, cause: str) -> str:
     shown = _shown(lines)
     summary = find(cause).summary.format(op=op_of(culprit).lstrip("_"), name="")
     head = [f"torch {torch.__version__}: {cause}", f"{summary[0].upper()}{summary[1:]}."]
+    if culprit.phase is Phase.BACKWARD and lines.mode is Mode.FORWARD:
+        head.append("The call stands in a backward pass, and is run here by itself.")
+    if any(line.startswith("slope = ") for line in lines.calls):
+        head.append("It shows in the derivative of a derivative.")
     if culprit.source is not None and culprit.source.text:
         head.append(f"Reduced from: {_harmless(culprit.source.text)}")
     names = [name for name in ("inf", "nan") if any(name in line for line in (*lines.literals, *lines.calls))]

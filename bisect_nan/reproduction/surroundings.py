@@ -12,7 +12,7 @@ import torch
 from bisect_nan import finite
 from bisect_nan.answer.witness import results
 from bisect_nan.causes.evidence import base_name
-from bisect_nan.finding import Culprit
+from bisect_nan.finding import Culprit, Phase
 from bisect_nan.recording.program import Node, Program, substitute, tensors
 from bisect_nan.replaying.dependence import Dependence
 from bisect_nan.replaying.replay import Executed, Run, own_generator
@@ -56,6 +56,7 @@ class Surroundings:
         core: What a script must hold: the culprit's own call, or the forward call whose derivative failed.
         blamed: Position of the blamed tensor among the results of the culprit's call.
         derivative: Whether the core is not the culprit's own call.
+        differentiates: Whether the step takes derivatives itself, so that there may be derivatives of these.
         upstream: The gradient that the derivative of the core was given in the step; None where it cannot be told.
     """
 
@@ -74,6 +75,7 @@ class Surroundings:
         node = self.program.nodes[culprit.node]
         origin = self.program.origin(node)
         self.derivative = origin.index != node.index
+        self.differentiates = any(n.autograd is not None and n.phase is Phase.FORWARD for n in self.program.nodes)
         self._successors: dict[int, list[int]] = {}
         for call, needed in enumerate(self._dependence.before):
             for before in needed:

@@ -14,13 +14,14 @@ from hypothesis.errors import HypothesisDeprecationWarning, NoSuchExample, Unsat
 from torch import nn
 
 from bisect_nan.answer.driver import locate
-from bisect_nan.errors import BisectNanError, StressFailure
+from bisect_nan.errors import BisectNanError, SnapshotError, StressFailure
 from bisect_nan.finding import Finding
 from bisect_nan.reports import to_text
 from bisect_nan.snapshots.snapshot import Snapshot
 from bisect_nan.stressing.casefile import NoText, case_text, literal
 from bisect_nan.stressing.deriving import derive
 from bisect_nan.stressing.trial import SEED, Trial
+from bisect_nan.whole_file import whole_file
 
 _QUIET = hypothesis.settings(
     database=None,
@@ -117,9 +118,12 @@ def _explained(
         finding = locate(snapshot)
     shown = dict(zip(trial.names(example), trial.leaves(example), strict=True))
     name = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_")
-    case = (
-        _keep(snapshot, finding, function, shown, Path(directory) / f"stress_{name}") if directory is not None else None
-    )
+    case, problem = None, ""
+    if directory is not None:
+        try:
+            case = _keep(snapshot, finding, function, shown, Path(directory) / f"stress_{name}")
+        except (OSError, SnapshotError) as error:  # What was found is told all the same.
+            problem = f"note: no file of it was written: {error}"
     values = [f"  {key} = {_shown(value)}" for key, value in shown.items() if not isinstance(value, nn.Module)]
     got = [
         f"got a legal input that {name} fails on, the smallest of {trial.count} tried:",
@@ -129,6 +133,8 @@ def _explained(
     ]
     if finding.symptom is not None and finding.symptom.kind == "gradient" and trial.guesses(example):
         got.append(_GUESSED)
+    if problem:
+        got.append(problem)
     return StressFailure("\n".join(got), finding, shown, case)
 
 
@@ -144,12 +150,12 @@ def _keep(
     snapshot: Snapshot, finding: Finding, function: Callable[..., Any], example: dict[str, Any], path: Path
 ) -> Path:
     """Write the example as a case file, or as a snapshot where it cannot be told in Python."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     title = finding.culprit.cause if finding.culprit else finding.verdict.name.lower()
     try:
         text = case_text(function, example, title, SEED, path.parent)
     except NoText:
         snapshot.save(path.with_suffix(".safetensors"))
         return path.with_suffix(".safetensors")
-    path.with_suffix(".py").write_text(text, encoding="utf-8")
+    with whole_file(path.with_suffix(".py")) as file:
+        file.write(text.encode())
     return path.with_suffix(".py")

@@ -6,6 +6,7 @@ page's own policy forbids scripts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ def _faults(finding: Finding, groups: Sequence[Sequence[Culprit]], picture: Pict
             lines=around(culprit.source) if culprit.source else (),
             fixed=_fixed(culprit),
             way=way(culprit),
-            heat=heat_map(bad, culprit) if bad else None,
+            heat=heat_map(bad, culprit) if bad and math.prod(bad.shape) > 1 else None,
         )
 
 

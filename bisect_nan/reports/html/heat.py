@@ -90,6 +90,11 @@ class HeatMap:
     nan: int
     inf: int
 
+    @property
+    def bad(self) -> str:
+        """How many elements are bad, in words."""
+        return " and ".join(f"{count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "infinite")) if count)
+
 
 def heat_map(bad: BadElements, culprit: Culprit) -> HeatMap:
     """Lay out the map of a culprit's bad elements."""

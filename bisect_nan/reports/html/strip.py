@@ -31,12 +31,19 @@ _NEAREST = 8
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One call, or the call of a piece that is nearest to its limit: place and height in percent, and whether values are bad."""
+    """One call, or the call of a piece that is nearest to its limit: place and height in percent, and what its values are.
+
+    Attributes:
+        x: Its left edge.
+        width: How wide it is.
+        y: Its top; that of the strip where no value is finite.
+        kind: `finite`, `wrong` where some values are not, `none` where none is.
+    """
 
     x: float
     width: float
     y: float
-    bad: bool
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,8 @@ def _bars(seen: Sequence[Magnitude], first: int, length: int, scale: Scale) -> I
         tallest = max(calls, key=lambda one: one.largest / one.limit)
         width = min(size, length - piece * size)
         place = round(100 * piece * size / length, 3)
-        yield Bar(place, round(100 * width / length, 3), scale.y(tallest.largest), any(one.nonfinite for one in calls))
+        kind = "none" if not tallest.largest else "wrong" if any(one.nonfinite for one in calls) else "finite"
+        yield Bar(place, round(100 * width / length, 3), scale.y(tallest.largest) if tallest.largest else 0.0, kind)
 
 
 def _parts(seen: Sequence[Magnitude], first: int, length: int) -> Iterator[Part]:
