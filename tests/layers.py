@@ -72,7 +72,7 @@ _FOLDERS = (
             " vigil late guard"
         ),
     ),
-    ("A training script under watch", "watching", "graphs stream names suspects tape watch"),
+    ("A training script under watch", "watching", "graphs names suspects looks stream tape watch"),
     ("Other packages' loops", "integrations", "replaced closures ranks distributed accelerate lightning transformers"),
     (
         "The command line",

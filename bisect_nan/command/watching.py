@@ -141,9 +141,16 @@ def run(script: Script) -> None:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        watcher.ended(watched, failed=end.code not in (None, 0))
+        raise
+    except BaseException:
+        watcher.ended(watched, failed=True)
+        raise
+    else:
+        watcher.ended(watched, failed=False)
     finally:
         watched.close()
-    watcher.ended(watched)
 
 
 def _prepared(script: Script) -> str:
@@ -187,13 +194,32 @@ class _Watcher:
             self._stopped = True
             self._end()
 
-    def ended(self, watched: Watch) -> None:
-        """Tell that nothing was found, when the script has come to its end by itself."""
-        steps, first = watched.steps, self._script.from_step
-        if self._stopped:  # it has caught the SystemExit
+    def ended(self, watched: Watch, *, failed: bool) -> None:
+        """Tell what the script saw to be bad by itself, or that nothing was found, when it has come to its end.
+
+        Raises:
+            SystemExit: The script has caught the one that a fault has ended it with.
+        """
+        if self._stopped:
             self._end()
         if self._silent:
             return
+        try:
+            fault = watched.unfinished(failed=failed)
+        except Exception as problem:  # noqa: BLE001  (the script's own may be on its way, and is not to be replaced)
+            _say(f"What ran since the last step cannot be looked into: {problem}")
+            fault = None
+        if fault is not None:
+            self._tell(fault)
+            used = (
+                "what it looked at last is called the loss here" if fault.seen else "no step has used these gradients"
+            )
+            _say(f"The script has ended by itself; {used}.")
+        if not failed:
+            self._sum_up(watched)
+
+    def _sum_up(self, watched: Watch) -> None:
+        steps, first = watched.steps, self._script.from_step
         if steps == 0:
             _say("No optimizer made a step in this process, so nothing was looked at.")
         elif steps <= first:

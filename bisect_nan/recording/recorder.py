@@ -31,7 +31,7 @@ _PLAIN = frozenset(
 )
 """Types of arguments that hold neither tensors nor generators."""
 
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}  # noqa: SLF001  (public; what Python does next may depend on them)
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}  # noqa: SLF001  (public; what Python does next may depend on them)
 _current_autograd_node = torch._C._current_autograd_node  # torch 2.6 to 2.13
 # torch 2.6 to 2.13: the number of the autograd node that will be made next
 _next_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         values, index = self.values, len(self.calls)
         known = len(values.storages)
         outputs = (values.result(result, index),) if isinstance(result, _Tensor) else self._results(result, index)
-        if written or len(values.storages) > known or func in _READS:
+        if written or len(values.storages) > known or func in READS:
             self._remember_forward(made_for, index)
             effects = Effects(written, autograd, derived, cost, tracked, traits.random, state)
             self._write_down(func, node_args, node_kwargs, outputs, effects)

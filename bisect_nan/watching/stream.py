@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from bisect_nan.errors import RecordingError
 from bisect_nan.finding import Phase
+from bisect_nan.recording.program import tensors
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.watching.graphs import Graphs
+from bisect_nan.watching.looks import Look
 
 _OFTEN = 256
 """Calls from one look at the size of a program to the next."""
@@ -33,6 +36,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         recorder: What records now; None while calls only run.
         around: What records the same calls as part of a longer program; usually None.
         graphs: The graphs whose backward pass may still come.
+        rejected: What the latest call was given that raised an exception; None where none has since the program began.
     """
 
     supports_higher_order_operators = True
@@ -51,6 +55,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self.recorder: Recorder | None = None
         self.around: Recorder | None = None
         self.graphs = Graphs()
+        self.rejected: Look | None = None
         self._tracked, self._full, self._refused = tracked, full, refused
         self._entered = False
         self._looked = self._bytes = 0  # placeholders whose bytes are counted
@@ -82,10 +87,23 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             self._refused(problem)
             # What is refused after it ran returns tensors of a kind that cannot be recorded, and wrote to nothing.
             return func(*args, **(kwargs or {}))
+        except Exception:
+            self._raised(recorder, args)
+            raise
 
     def use(self, recorder: Recorder) -> None:
         """Record into a new program from now on."""
-        self.recorder, self._looked, self._bytes = recorder, 0, 0
+        self.recorder, self.rejected, self._looked, self._bytes = recorder, None, 0, 0
+
+    def _raised(self, recorder: Recorder, args: tuple[Any, ...]) -> None:
+        """Remember what a call was given that raised an exception, by number: the tensors themselves may be what fills the memory."""
+        given = [tensor for tensor in tensors(args) if tensor is not None]
+        with contextlib.suppress(RecordingError):
+            self.rejected = Look(len(recorder.calls), tuple([recorder.number(tensor) for tensor in given]))
+
+    def working(self, stumbled: Callable[[RecordingError], object]) -> contextlib.AbstractContextManager[None, bool]:
+        """Return the context for work of our own, which is not recorded; `stumbled` is told what cannot be recorded."""
+        return _Working(self, stumbled)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -129,3 +147,22 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 _push_mode(self)
                 self.__exit__(None, None, None)
                 self._entered = False
+
+
+class _Working:
+    """The context of `Stream.working`."""
+
+    def __init__(self, stream: Stream, stumbled: Callable[[RecordingError], object]) -> None:
+        self._stream, self._stumbled, self._recorder = stream, stumbled, stream.recorder
+
+    def __enter__(self) -> None:
+        self._stream.recorder = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._stream.recorder = self._recorder
+        if isinstance(error, RecordingError):
+            self._stumbled(error)
+            return True
+        return False

@@ -7,7 +7,6 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,12 +20,16 @@ from bisect_nan.recording.outcome import Recording, outcome
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.setting import eager, hooked_parts, hooks_noticed, modules_followed
 from bisect_nan.snapshots.snapshot import Snapshot
+from bisect_nan.watching.looks import bad_look
 from bisect_nan.watching.names import Names, loading
 from bisect_nan.watching.stream import Stream
 from bisect_nan.watching.suspects import Suspect, kept
 
 _SPAN = 8
 """Updates that a program may go through because of a graph that waits for its backward pass."""
+
+_PATIENCE = 20
+"""Bad backward passes in a row, without an update, after which nobody searches for a scale any more."""
 
 
 class Tape:
@@ -44,23 +47,27 @@ class Tape:
         problem: Why the present program could not be recorded to its end; None while it can.
     """
 
-    def __init__(self, settle: Callable[[], bool], snapshot: Callable[[Recording], Snapshot]) -> None:
+    def __init__(
+        self,
+        settle: Callable[[], bool],
+        snapshot: Callable[[Recording], Snapshot],
+        hopeless: Callable[[Snapshot], object],
+    ) -> None:
         """Prepare; `open` begins.
 
         Args:
             settle: Asked whether an update still runs, which an exception may have ended.
             snapshot: Makes the snapshot of a suspect.
+            hopeless: Told the latest suspect when all backward passes come out bad, and none is used; may raise.
         """
         self.names, self.losses = Names(), list[float]()
         self.suspect: Suspect | None = None
         self.updating = self.deriving = False
         self.problem: RecordingError | None = None
-        self._settle, self._snapshot = settle, snapshot
-        self._stream, self._stack, self._thread = (
-            Stream(self._enter_closure, self._cut, self._stumble),
-            list[str](),
-            threading.get_ident(),
-        )
+        self._settle, self._snapshot, self._hopeless = settle, snapshot, hopeless
+        self._thrown = 0  # suspects in a row that no update has used
+        self._stream = Stream(self._enter_closure, self._cut, self._stumble)
+        self._stack, self._thread = list[str](), threading.get_ident()
         self._hooks: list[object] = []  # what hooks can change the gradients of the program at
         self._root: torch.Tensor | None = None  # what the running backward pass starts from
         self._behind = 0  # calls of the program up to its latest backward pass
@@ -103,7 +110,7 @@ class Tape:
 
     def working(self) -> contextlib.AbstractContextManager[None, bool]:
         """Return the context for work of our own, which is not recorded, and where what cannot be recorded ends the recording."""
-        return _Working(self._stream, self._refuse)
+        return self._stream.working(self._refuse)
 
     def new_recorder(self) -> Recorder:
         """Return a recorder that knows which module runs."""
@@ -129,11 +136,27 @@ class Tape:
         """Begin a new program after an update, unless the update was part of the present one and that is still needed."""
         self.losses.clear()
         self._leave_closure()
-        self._acquit()
+        self.standing()
+        self._thrown = 0
         self._span += 1
         if not joint or (self._span >= _SPAN and not self.deriving):
             self._stream.graphs.forget()
             self.begin()
+
+    def standing(self) -> Suspect | None:
+        """Return the suspect, which is forgotten when what it made is not there any more."""
+        if self.suspect is not None:
+            with self.working():
+                if not self.suspect.stands():
+                    self.suspect, self._thrown = None, self._thrown + 1
+        return self.suspect
+
+    def bad_look(self, *, failed: bool) -> Snapshot | None:
+        """Return the present program up to where the script looked at something bad; `failed`: an exception ends the script."""
+        recorder, found = self.recorder, None
+        with self.working():
+            found = None if recorder is None else bad_look(recorder, self._stream.rejected, failed=failed)
+        return None if found is None else self._snapshot(found)
 
     def judge(self, recorder: Recorder, gradients: Mapping[str, torch.Tensor]) -> Recording:
         """Return the recording of the program so far, judged by the running backward pass's loss and by some gradients."""
@@ -199,6 +222,9 @@ class Tape:
             recorder = self._stream.recorder or recorder
             with self._backward(recorder, _roots(tensors)):
                 found = plain(tensors, *args, **kwargs)
+            if self._thrown >= _PATIENCE and self.suspect is not None:
+                self._hopeless(self.suspect.snapshot)
+                return found
             if not (kwargs.get("retain_graph") or kwargs.get("create_graph") or any(args[1:3])):
                 self._stream.graphs.ran(_roots(tensors))
             if self.updating:
@@ -219,7 +245,7 @@ class Tape:
         phase, recorder.phase = recorder.phase, Phase.BACKWARD
         self._root = next((root for root in roots if root.numel() == 1 and root.is_floating_point()), None)
         if not self.updating:  # there the first of several tries is the one that counts
-            self._acquit()
+            self.standing()
         self.deriving = True
         try:
             yield
@@ -266,13 +292,6 @@ class Tape:
         if around is not None and self._stream.recorder is not None:
             self._stream.use(around)
 
-    def _acquit(self) -> None:
-        """Forget the suspect when what it made is not there any more."""
-        if self.suspect is not None:
-            with self.working():
-                if not self.suspect.stands():
-                    self.suspect = None
-
     # --- what cannot go on ----------------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
@@ -292,25 +311,6 @@ class Tape:
         """Give up a program that something in it cannot be part of; the script goes on."""
         self._stream.recorder = self._stream.around = None
         self.problem = problem
-
-
-class _Working:
-    """The context of `Tape.working`."""
-
-    def __init__(self, stream: Stream, refuse: Callable[[RecordingError], object]) -> None:
-        self._stream, self._refuse, self._recorder = stream, refuse, stream.recorder
-
-    def __enter__(self) -> None:
-        self._stream.recorder = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._stream.recorder = self._recorder
-        if isinstance(error, RecordingError):
-            self._refuse(error)
-            return True
-        return False
 
 
 def _roots(tensors: Any) -> list[torch.Tensor]:

@@ -48,11 +48,13 @@ class Fault:
         step: Its number: how many updates had been made before.
         snapshot: The recorded step; None where the step was not recorded.
         problem: Why it could not be recorded; None where it was, or where nobody tried.
+        seen: Whether the loss of the snapshot is what the script looked at, which may be something else, or the sum of that.
     """
 
     step: int
     snapshot: Snapshot | None
     problem: RecordingError | None = None
+    seen: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +93,7 @@ class Watch:
         self.steps = self.unrecorded = 0
         self.problem: RecordingError | None = None
         self._from_step, self._caught, self._thread = from_step, caught, threading.get_ident()
-        self._tape = Tape(self._forget_broken_update, self._snapshot)
+        self._tape = Tape(self._forget_broken_update, self._snapshot, self._end)
         self._open, self._recording = contextlib.ExitStack(), contextlib.ExitStack()
         self._over = False
         self._running: _Running | None = None
@@ -107,6 +109,20 @@ class Watch:
         os.register_at_fork(after_in_child=lambda: None if (watch := here()) is None else watch.close())
         if self._from_step == 0:
             self._recording.enter_context(self._tape.open())
+
+    def unfinished(self, *, failed: bool) -> Fault | None:
+        """Return what has come out bad since the latest update, where the script looked at it or left it in gradients.
+
+        Ask when the script has ended, and before `close`.
+
+        Args:
+            failed: Whether an exception has ended it.
+        """
+        if self._over:
+            return None
+        suspect = self._tape.standing()
+        snapshot = self._tape.bad_look(failed=failed) if suspect is None else suspect.snapshot
+        return None if snapshot is None else Fault(self.steps, snapshot, seen=suspect is None)
 
     def close(self) -> None:
         """Watch no longer, and leave nothing behind."""
