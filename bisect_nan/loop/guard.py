@@ -55,8 +55,9 @@ class Guard:
     step (a mask among the buffers) is no fault. A healthy training gives the same numbers as without a guard, bit by bit.
 
     The price is one read of the gradients and of small buffers a step. Where the optimizer is not one whose update is known to
-    stay finite (see `assurance.py`), parameters and optimizer state are copied before and read after each update. Of attributes
-    that the step changes, containers are put back one level deep.
+    stay finite (see `assurance.py`), parameters and optimizer state are copied before and read after each update. Of the model's
+    attributes that the step changes, tensors are put back with their elements, and containers one level deep; what only the step
+    knows (a teacher that it updates, a generator in its closure) stays as the bad step left it.
     """
 
     _kinds: tuple[type[Alarm], type[Vigil], type[Vigil]] = Alarm, Vigil, LateVigil

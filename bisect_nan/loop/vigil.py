@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan.loop.alarm import Alarm, capturing
 from bisect_nan.loop.assurance import Assurance
+from bisect_nan.loop.attributes import Attributes
 from bisect_nan.loop.copies import Copies
 from bisect_nan.loop.frames import runs
-from bisect_nan.loop.harmless import LeftOut
+from bisect_nan.loop.harmless import LeftOut, zeros_for
 from bisect_nan.loop.incident import Call, Update, copied_update, shows_again
 from bisect_nan.loop.journal import Journal, finite_only, learning_rate
 from bisect_nan.loop.mistakes import Mistake, watch_saving
@@ -51,7 +52,7 @@ class Vigil:
         self.steps, self.begun = 0, 0  # updates that were made, and that were begun
         self.scaling: ScalerWatch | None = None
         self._left = LeftOut(training)  # calls whose gradients it does not use
-        self._standing, self._copies = Standing(training.model), Copies()
+        self._standing, self._copies, self._attributes = Standing(training.model), Copies(), Attributes()
         self._numbers = itertools.count()
         self._update: Update | None = None
         # Whether steps write to their batch, and updates to gradients, which are copied then; None: not known yet.
@@ -119,7 +120,7 @@ class Vigil:
         self.sight.first()
         contents = () if self._writes_batch is False else tensors
         before = self._standing.now(batch=batch, others=self.training.parameters(), contents=contents)
-        before.keep(self._copies.now(self._standing.buffers()))
+        before.keep([*self._copies.now(self._standing.buffers()), *self._attributes.now(self._standing.plain())])
         return Call(next(self._numbers), step, model, batch, before)
 
     def _begin_step(self) -> None:
@@ -127,7 +128,7 @@ class Vigil:
         self.alarm.recovery.settle()
         if not self.training.gradients():  # they were thrown away without an update
             self.calls.clear()
-            self._left.forget()
+            self._left.throw_away()
         self.look_back()
         if not self.calls and self.alarm.recovery.due(self.steps) and self.sight.look((), None) is None:
             self.alarm.recovery.keep(self.steps)
@@ -210,7 +211,7 @@ class Vigil:
         update = self._careful_update(frame, (), {})
         update.left_out = True
         for parameter in self.training.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zeros_for(parameter, self.training.optimizer)
         return update
 
     def _after_update(self, _: torch.optim.Optimizer, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
@@ -270,7 +271,8 @@ class Vigil:
             self.sight.measure()
         history = *self.journal.entries, self._numbers_now()
         try:
-            self.alarm.sound(kind, bad, list(calls), update, step=self.steps, history=history, **known)
+            known |= {"step": self.steps, "thrown": self._left.thrown, "history": history}
+            self.alarm.sound(kind, bad, list(calls), update, **known)
         except BaseException:
             self._update = None
             raise

@@ -5,7 +5,7 @@ That is attributes, gradients, the batch, optimizer state, and where tensors lie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan import finite
 from bisect_nan.recording.generators import ProcessGenerators, state_of
-from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, refill
+from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, plain_tensors, refill
 from bisect_nan.recording.shown import Shown
 
 
@@ -113,11 +113,21 @@ class Standing:
         """Return the buffers as they are, of those modules that had some at the latest `now`; one under two names twice."""
         return self._holdings.buffers()
 
+    def plain(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that were attributes at the latest `now`, but neither parameters nor buffers."""
+        return self._holdings.plain()
+
 
 def buffers(model: Any) -> list[torch.Tensor]:
     """Return the buffers of a model, in a third of the time that `model.buffers()` takes; one under two names twice."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [buffer for module in modules for buffer in own_tensors(module, "_buffers")]
+
+
+def remembered(model: Any) -> list[torch.Tensor]:
+    """Return what a model keeps from one step to the next besides its parameters: buffers, and tensors that are plain attributes."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [tensor for module in modules for tensor in [*own_tensors(module, "_buffers"), *plain_tensors(module)]]
 
 
 def named_parameters(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
