@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan import finite
+from bisect_nan.errors import BisectNanError
 from bisect_nan.recording.generators import ProcessGenerators, state_of
 from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, plain_tensors, refill
 from bisect_nan.recording.shown import Shown
@@ -122,6 +123,19 @@ def buffers(model: Any) -> list[torch.Tensor]:
     """Return the buffers of a model, in a third of the time that `model.buffers()` takes; one under two names twice."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [buffer for module in modules for buffer in own_tensors(module, "_buffers")]
+
+
+def require(model: object, optimizer: object) -> None:
+    """Refuse what is no model, or no optimizer.
+
+    Raises:
+        BisectNanError: One of them is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise BisectNanError(f"got {type(model).__name__} as the model", "a torch.nn.Module", "pass the model first")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        do = "pass the optimizer of this model"
+        raise BisectNanError(f"got {type(optimizer).__name__} as the optimizer", "a torch.optim.Optimizer", do)
 
 
 def remembered(model: Any) -> list[torch.Tensor]:
