@@ -7,7 +7,7 @@ was read is followed back through comparisons to the numbers that were compared;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,15 +16,18 @@ from bisect_nan import finite
 from bisect_nan.finding import Phase, Symptom
 from bisect_nan.finite import NonFinite
 from bisect_nan.recording.outcome import Observed, Recording
-from bisect_nan.recording.program import NO_STORAGE, Node, Program, Ref, Targets, Value
+from bisect_nan.recording.program import Node, Program, Ref, Targets, Value
 from bisect_nan.recording.recorder import READS, Recorder
 from bisect_nan.replaying.dependence import Dependence
-from bisect_nan.replaying.replay import Executed, Run, own_generator
+from bisect_nan.replaying.replay import Run, own_generator
 from bisect_nan.replaying.stretch import Stretch
 from bisect_nan.watching.suspects import kept
 
-_SECONDS = 10.0
-"""How long the calls may have taken that are run again at the end of a script that did not fail."""
+_SECONDS = 3.0
+"""How long the calls may have taken that are run again to look once more: a script that has come to its end is to end."""
+
+_LOOKS = 100
+"""The latest looks that are looked into; most scripts read a few numbers between two updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +51,23 @@ def bad_look(recorder: Recorder, rejected: Look | None, *, failed: bool) -> Reco
     Args:
         recorder: What has recorded the calls since the latest backward pass or update.
         rejected: What was handed to the latest call that raised an exception.
-        failed: Whether the script has failed; else a program that took long is not run again.
+        failed: Whether the script has failed, so that what was handed over counts as a look, too.
     """
     recording = kept(recorder, Recording(recorder.finish(Targets()), dict(recorder.values.tensors), None, math.nan))
-    program, tensors = recording.program, recording.tensors
-    if not failed and sum(node.cost for node in program.nodes) > _SECONDS:
-        return None
+    program = recording.program
     looks = [Look(node.index, tuple(node.inputs())) for node in program.nodes if node.target in READS]
     looks += [] if rejected is None or not failed else [rejected]
     if not looks:
         return None
-    dependence = Dependence(program)
+    dependence, seconds = Dependence(program), 0.0
     with own_generator():
-        bad = _bad(program, tensors)
-        for look in sorted(looks, key=lambda look: -look.call):
+        for look in sorted(looks, key=lambda look: -look.call)[:_LOOKS]:
             for number, call in sorted(_compared(program, dependence, look)):
-                found = _judged(_up_to(program, call), tensors, number) if number in bad else None
-                if found is not None:
+                seen = _Seen(replace(recording, program=_up_to(program, call)), number)
+                seconds += seen.seconds
+                if seconds > max(_SECONDS, seen.seconds):  # (the latest is looked into, whatever it takes)
+                    return None
+                if (found := seen.judged()) is not None:
                     return found
     return None
 
@@ -85,50 +88,59 @@ def _compared(program: Program, dependence: Dependence, look: Look) -> Iterator[
                     waiting.append((source, call))
 
 
-def _bad(program: Program, tensors: Mapping[int, torch.Tensor]) -> set[int]:
-    """Return the values that were bad at some time. Infinities that were written as such, and those of masks, are not."""
-    found = {p.value for p in program.placeholders if not p.constant and _is_bad(tensors[p.value], NonFinite.NAN)}
-
-    def visit(executed: Executed) -> None:
-        if not any(math.isinf(literal) for literal in executed.node.literals):
-            found.update(number for number, tensor in executed.content.items() if _is_bad(tensor, _kinds(tensor)))
-
-    stretch = Stretch(program, range(len(program.nodes)), ())
-    Run(stretch, stretch.start(tensors)).advance(len(stretch), visit)
-    return found
-
-
-def _kinds(tensor: torch.Tensor) -> NonFinite:
-    return NonFinite.ANY if tensor.numel() == 1 else NonFinite.NAN | NonFinite.POS_INF
-
-
-def _is_bad(tensor: torch.Tensor, which: NonFinite) -> bool:
-    return tensor.layout is torch.strided and finite.has([tensor], which)
-
-
 def _up_to(program: Program, call: int) -> Program:
     """Return the beginning of a program, without targets."""
     applications = [application for application in program.applications if application.last <= call]
     return replace(program, nodes=program.nodes[:call], targets=Targets(), applications=applications)
 
 
-def _judged(program: Program, tensors: Mapping[int, torch.Tensor], number: int) -> Recording | None:
-    """Return the recording of a program that ends with a value, if it is bad then."""
-    value = program.values[number]
-    if value.storage == NO_STORAGE:
-        return None
-    if math.prod(value.shape) != 1:
-        program, number = _with_sum(program, number)
-    program = replace(program, targets=Targets(number))
-    stretch = Stretch(program, Dependence(program).slice([number]), [number])
-    run = Run(stretch, stretch.start(tensors))
-    run.advance(len(stretch))
-    loss = run.env[number].detach().clone()
-    kinds = finite.kinds(loss)
-    if not kinds:
-        return None
-    observed = Observed(Symptom("loss", "loss", tuple(finite.labels(kinds))), ("loss",), loss)
-    return Recording(program, tensors, observed, math.nan if loss.is_complex() else float(loss))
+class _Seen:
+    """A value that a script looked at when all of a program had run."""
+
+    def __init__(self, recording: Recording, number: int) -> None:
+        """Find out what has to be run again to see it."""
+        self._recording, self._number = recording, number
+        self._stretch = Stretch(recording.program, Dependence(recording.program).slice([number]), [number])
+
+    @property
+    def seconds(self) -> float:
+        """How long that took while it was recorded."""
+        return sum(self._stretch.costs)
+
+    def judged(self) -> Recording | None:
+        """Return the recording with it in the place of the loss, if it is bad and not meant to be."""
+        program, number = self._recording.program, self._number
+        value = self._run(self._stretch)
+        kinds = self._unmeant() if value.layout is torch.strided else NonFinite(0)
+        if not finite.has([value], kinds if value.numel() == 1 else kinds & ~NonFinite.NEG_INF):
+            return None
+        if value.numel() != 1:
+            program, number = _with_sum(program, number)
+            value = self._run(Stretch(program, Dependence(program).slice([number]), [number]))
+        labels = tuple(finite.labels(finite.kinds(value)))
+        return replace(
+            self._recording,
+            program=replace(program, targets=Targets(number)),
+            observed=Observed(Symptom("loss", "loss", labels), ("loss",), value.clone()),
+            loss=math.nan if value.is_complex() else float(value),
+        )
+
+    def _run(self, stretch: Stretch) -> torch.Tensor:
+        """Return the one target of a stretch."""
+        run = Run(stretch, stretch.start(self._recording.tensors))
+        run.advance(len(stretch))
+        (number,) = stretch.targets
+        return run.env[number].detach()
+
+    def _unmeant(self) -> NonFinite:
+        """Return what is bad there: not an infinity that was written as such, or that came from outside."""
+        program, number = self._recording.program, self._number
+        placeholder = next((p for p in program.placeholders if p.value == number), None)
+        if placeholder is not None and placeholder.constant:
+            return NonFinite(0)
+        makers = [program.nodes[call] for call in Dependence(program).needed(number)]
+        meant = placeholder is not None or any(math.isinf(literal) for node in makers for literal in node.literals)
+        return NonFinite.NAN if meant else NonFinite.ANY
 
 
 def _with_sum(program: Program, number: int) -> tuple[Program, int]:
