@@ -68,8 +68,8 @@ _FOLDERS = (
         "The training loop",
         "loop",
         (
-            "modes frames training healthy incident sight mistakes recovery shelf harmless copies journal scaler growth assurance alarm"
-            " vigil late guard"
+            "modes frames training healthy incident sight mistakes recovery shelf harmless copies attributes journal scaler growth"
+            " assurance alarm vigil late guard"
         ),
     ),
     ("A training script under watch", "watching", "graphs stream names suspects looks tape watch"),

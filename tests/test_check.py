@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bisect_nan import NonFiniteValues, check_model, check_tensor
+from bisect_nan import BisectNanError, NonFiniteValues, check_model, check_tensor
 from bisect_nan.prevention.check import examine
 from bisect_nan.prevention.meant import is_meant
 
@@ -130,3 +130,13 @@ def test_a_check_prints_as_a_table() -> None:
     assert "\x1b" not in str(check)
     assert check._repr_html_().startswith("<pre>1 of 1 tensor of the model not finite")
     assert str(examine("model", [])) == "0 tensors of the model: all finite"
+
+
+def test_what_can_be_checked() -> None:
+    """Arrays and numbers are tensors as well; all else is refused with what to use instead."""
+    assert check_tensor(np.array([1.0, math.nan])).bad[0].values.nan == 1
+    assert not check_tensor(math.inf).ok
+    with pytest.raises(BisectNanError, match="got list as x"):
+        check_tensor([math.nan], "x")
+    with pytest.raises(BisectNanError, match="got dict as the model"):
+        check_model({})  # type: ignore[arg-type]

@@ -98,6 +98,13 @@ def test_located() -> None:
     assert set(done.stderr.splitlines()) == {"printed by the step"}
 
 
+def test_a_warning_of_torch_is_not_repeated_by_the_search() -> None:
+    """Torch warns at each deviation of one number; the search runs it many times, and the user sees it at most in the step itself."""
+    done = bisect_nan("run", case(CASE.replace("BODY", "hidden[:1, 0].std()")))
+    assert done.stdout.startswith("error[degenerate_dof]")
+    assert done.stderr.count("degrees of freedom") <= 1
+
+
 def test_json_is_all_there_is_on_stdout() -> None:
     """--json prints the finding, which reads back, and the notes of --verbose stay on stderr."""
     done = bisect_nan("run", case(LOG_OF_ZERO), "--json", "--search", "scan", "-v")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import sys
@@ -287,6 +288,27 @@ def test_arrays_of_numpy() -> None:
     objects = np.array([Config()], dtype=object)
     with pytest.raises(TargetError, match="which cannot be read"):
         load_target(saved({"input": objects}), model="net:Net")
+
+
+def test_files_of_numpy() -> None:
+    """Arrays by name are a batch like any other; objects are not loaded."""
+    np.savez("batch.npz", input=X.numpy(), target=Y.numpy())
+    assert finding_of(load_target("batch.npz", model="net:Net", loss=MSE)).verdict is Verdict.LOCATED
+    np.save("input.npy", X.masked_fill(X > 2, math.nan).numpy())
+    finding = finding_of(load_target("input.npy"))
+    assert finding.culprit is not None
+    assert finding.culprit.cause == "input_nonfinite"
+    np.save("objects.npy", np.array([Config()], dtype=object))
+    with pytest.raises(TargetError, match=r"objects\.npy, which cannot be read"):
+        load_target("objects.npy", model="net:Net")
+
+
+def test_a_loss_that_is_a_class() -> None:
+    """A class of modules is made with its defaults and then called, as the usual losses of torch are."""
+    target = load_target(saved((X, Y)), model="net:Net", loss="torch.nn:MSELoss")
+    finding = finding_of(target)
+    assert finding.culprit is not None
+    assert finding.culprit.cause == "zero_variance"
 
 
 def test_the_loss_alone() -> None:

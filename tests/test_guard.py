@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from bisect_nan import Finding, Guard, NonFiniteStep, Phase, Snapshot, Verdict, finite, locate
-from bisect_nan.errors import RecordingError
+from bisect_nan.errors import BisectNanError, RecordingError
 
 Batch = dict[str, torch.Tensor]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -566,6 +566,16 @@ def test_several_losses(form: type, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteStep) as caught:
         watched(model, torch.zeros(2, 3) - 5)
     assert blamed(caught.value, "several")
+
+
+def test_a_step_with_other_arguments_is_refused(tmp_path: Path) -> None:
+    """It is told where the guard is made, and not by the call: what takes three arguments is said to take two otherwise."""
+    model = nn.Linear(2, 1)
+    guard = Guard(model, sgd(model), directory=tmp_path)
+    with pytest.raises(BisectNanError, match=r"got a step <lambda>\(m, x, y\)\nexpected: step\(model, batch\)"):
+        guard.watch(lambda m, x, y: m(x) - y)  # type: ignore[misc,arg-type]
+    for step in (lambda *both: both[1], lambda m, b, weight=1.0: b * weight + 0 * m.bias.sum()):
+        assert guard.watch(step)(model, torch.ones(())) == 1
 
 
 def test_a_step_without_a_loss(tmp_path: Path) -> None:

@@ -265,3 +265,47 @@ def test_deferred_evaluations_are_not_kept(tmp_path: Path) -> None:
     batches.clear()
     gc.collect()
     assert [ref() for ref in kept] == [None] * 3
+
+
+def test_two_faults_of_one_step_are_one(tmp_path: Path) -> None:
+    """Two looks at a bad batch, or two bad micro-batches, are left out; the state of many steps ago is not gone back to."""
+
+    def train(batches: Iterable[Batch], calls: int, zeroes: bool, directory: Path | None) -> Any:
+        training = Training(adam, directory, on_fault="rollback")
+        for batch in batches:
+            training.optimizer.zero_grad()
+            for _ in range(calls):
+                if zeroes:
+                    training.optimizer.zero_grad()
+                training.step(training.model, batch).backward()
+            training.optimizer.step()
+        return training.end()
+
+    for number, (calls, zeroes) in enumerate(itertools.product((2, 3), (False, True))):
+        under = train(stream("loss", [3]), calls, zeroes, tmp_path / str(number))
+        without = train([batch_of(place) for place in range(8) if place != 3], calls, zeroes, None)
+        assert repr(under) == repr(without)
+
+
+def test_an_optimizer_of_sparse_gradients(tmp_path: Path) -> None:
+    """It takes no others, so those that stand for a step that is left out are sparse, too."""
+
+    def train(batches: Sequence[float], directory: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+
+        def step(model: nn.Module, batch: float) -> torch.Tensor:
+            return (model(torch.tensor([1, 3])) * batch).square().mean()
+
+        if directory is not None:
+            step = Guard(model, optimizer, directory=directory, on_fault="skip").watch(step)
+        for batch in batches:
+            optimizer.zero_grad()
+            step(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), *optimizer.state_dict()["state"][0].values()]
+
+    for place, bad in enumerate(([math.nan, 1.0, 2.0], [1.0, math.nan, 2.0])):
+        under, without = train(bad, tmp_path / str(place)), train([1.0, 2.0], None)
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(under, without, strict=True))

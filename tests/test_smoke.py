@@ -189,3 +189,35 @@ def test_a_step_that_raises_because_of_a_nan() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         smoke_test(model, batches, checked, optimizer)
     assert same(state(model, optimizer), before)
+
+
+def test_an_optimizer_that_asks_for_a_closure() -> None:
+    """L-BFGS is trained as by hand, and put back."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    before = state(model, optimizer)
+    told = [row.loss for row in smoke_test(model, [BATCH], step, optimizer, steps=3).steps]
+    assert same(state(model, optimizer), before)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = step(model, BATCH)
+        loss.backward()
+        return loss
+
+    assert told == [torch.as_tensor(optimizer.step(closure)).item() for _ in range(3)]  # type: ignore[arg-type]
+
+
+def test_what_is_no_training() -> None:
+    """No optimizer, a single batch, and a step with other arguments are told with what to give instead."""
+    model, optimizer = made()
+    wrong: list[tuple[Any, ...]] = [
+        (model, [BATCH], step, None, "got NoneType as the optimizer"),
+        (model.state_dict(), [BATCH], step, optimizer, "got OrderedDict as the model"),
+        (model, BATCH, step, optimizer, r"got one batch \(dict\)"),
+        (model, [BATCH], lambda m, x, y: m(x) - y, optimizer, r"got a step <lambda>\(m, x, y\)"),
+    ]
+    for *arguments, words in wrong:
+        with pytest.raises(BisectNanError, match=words):
+            smoke_test(*arguments)

@@ -440,3 +440,15 @@ def test_a_layer_of_the_model_is_no_tensor() -> None:
     assert remedy.verified
     assert ".softmax" not in remedy.code.replace("self.softmax", "")
     assert "self.masked_fill" not in remedy.code
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_optimizer_without_eps_gets_one(kind: Any) -> None:
+    """Its line calls `step`: what can be changed there is a setting, and not a divisor within torch."""
+    weight = nn.Linear(2, 1, bias=False)
+    optimizer = kind(weight.parameters(), eps=0.0)
+    weight(torch.tensor([[1.0, 0.0]])).sum().backward()
+    culprit = locate(Snapshot.capture_update(weight, optimizer, 1.0)).culprit
+    assert culprit is not None
+    assert culprit.remedy is not None
+    assert (culprit.remedy.text, culprit.remedy.verified) == ("give the optimizer eps=1e-08", True)

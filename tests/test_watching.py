@@ -112,6 +112,28 @@ def test_a_script_that_fails_by_itself() -> None:
     assert 'wrong.py", line 3' in seen.stderr
 
 
+def test_a_script_that_stops_at_a_bad_loss(folder: Path) -> None:
+    """It keeps its exit status and its last words; what it saw is located before, and saved."""
+    text = TRAIN.replace(
+        "        loss.backward()", "        if loss.isinf(): raise ValueError('bad loss')\n        loss.backward()"
+    )
+    (folder / "stops.py").write_text(text)
+    seen = watch("stops.py", "--bad", "1")
+    assert (seen.returncode, seen.stdout) == (1, "step 0\n")
+    assert (
+        "bisect-nan: Step 1: the value behind the ValueError at stops.py:16 is -inf.\nerror[log_of_zero]" in seen.stderr
+    )
+    assert seen.stderr.endswith("ValueError: bad loss\n")
+    assert [path.name for path in (folder / "crashes").iterdir()] == ["step_1.safetensors"]
+
+
+def test_a_script_that_calls_exit(folder: Path) -> None:
+    """`sys.exit(main())` is an end like any other: what was looked at is told, and the status is the script's."""
+    (folder / "exits.py").write_text(TRAIN.replace("print(main())", "sys.exit(int(main() * 0))"))
+    seen = watch("exits.py")
+    assert (seen.returncode, seen.stderr) == (0, "bisect-nan: 5 steps, recorded from step 0 on: all finite.\n")
+
+
 def test_an_interrupted_script() -> None:
     """Ctrl-C raises KeyboardInterrupt in the script, which may handle it; the process ends as Python's does."""
     text = "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -162,6 +163,11 @@ def command(request: Request) -> list[str]:
     return [sys.executable, "-P", "-W", QUIET, "-m", "bisect_nan.command.worker", request.to_json()]
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a child: each execution of a call that torch warns of would print its warning once more."""
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+
+
 def without(request: Request, crash: Crash, count: int) -> Request:
     """Return a request for a script that leaves out so many, from the one on that ended the child."""
     return replace(request, skip=(*request.skip, *range(crash.node, crash.node + count)))
@@ -181,7 +187,9 @@ def attend(request: Request, progress: Progress) -> Answer | Crash:
         KeyboardInterrupt: Ctrl-C was pressed, or this process was told to terminate; the child has been killed.
     """
     with _interrupt_ignored():  # The child inherits this: Ctrl-C reaches only this process, which then kills the child.
-        child = subprocess.Popen(command(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        child = subprocess.Popen(  # noqa: S603
+            command(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment()
+        )
     hearing = Hearing()
     with child, _ended_together(child):
         assert child.stdout is not None

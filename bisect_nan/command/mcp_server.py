@@ -177,7 +177,8 @@ class Tools:
         """Run a request in a child process, as `child.attend` does."""
         hearing = child.Hearing()
         command = child.command(request)
-        async with await anyio.open_process(command, stdin=subprocess.DEVNULL, stderr=None) as process:
+        around = child.environment()
+        async with await anyio.open_process(command, stdin=subprocess.DEVNULL, stderr=None, env=around) as process:
             self._work = process, request.scratch
             try:
                 assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Reads what people save with `torch.save` or as safetensors; nothing in such a file is executed.
+"""Reads what people save with `torch.save`, as safetensors or with NumPy; nothing in such a file is executed.
 
 Checkpoints often hold objects beside tensors: a configuration, an enum. With `weights_only=True` torch refuses
 such a file as a whole. Here those objects come out as empty stand-ins, and the tensors can be used.
@@ -7,6 +7,7 @@ such a file as a whole. Here those objects come out as empty stand-ins, and the 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -44,7 +45,7 @@ def read(path: Path, device: str) -> tuple[Any, tuple[str, ...]]:
     """Read a file of tensors.
 
     Args:
-        path: A `torch.save` file or safetensors.
+        path: A `torch.save` file, safetensors, or arrays of NumPy's.
         device: Where the tensors go.
 
     Returns:
@@ -63,10 +64,16 @@ def read(path: Path, device: str) -> tuple[Any, tuple[str, ...]]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path, device=device), ()
+        if path.suffix in (".npy", ".npz") and np is not None:
+            return _as_tensors(_arrays(path), device), ()
         arrays = _array_types()
         with torch.serialization.safe_globals(arrays):
             unknown = _unknown(path)
-        with torch.serialization.safe_globals([*arrays, *((StandIn, name) for name in unknown)]):
+        known = torch.serialization.safe_globals([*arrays, *((StandIn, name) for name in unknown)])
+        with known, warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # that another program wrote it: either it can be read, or the error says why not
             return _as_tensors(torch.load(path, map_location=device, weights_only=True), device), tuple(unknown)
     except Exception as error:  # Each reader has errors of its own, and they all mean this.
         if unknown:
@@ -114,6 +121,15 @@ def _array_types() -> list[Any]:
     dtypes = {type(np.dtype(kind)) for kind in np.typecodes["AllFloat"] + np.typecodes["AllInteger"] + "?"}
     old = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (rebuild, scalar)]  # before NumPy 2
     return [np.ndarray, np.dtype, rebuild, scalar, *old, *dtypes]
+
+
+def _arrays(path: Path) -> Any:
+    """Return the array of a file of NumPy's, or its arrays by name."""
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        return loaded
+    with loaded:
+        return dict(loaded)
 
 
 def _as_tensors(content: Any, device: str) -> Any:

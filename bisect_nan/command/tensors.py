@@ -80,7 +80,7 @@ def capture_tensors(request: Request) -> Captured:
     if not request.model:
         return _without_model(request, saved)
     model = _build(request.model, Path(request.target))
-    loss = named(request.loss, "--loss") if request.loss else None
+    loss = _loss(request) if request.loss else None
     found = roles(saved.content, model, saved.path, scored=loss is not None)
     checkpoint = (
         open_checkpoint(Path(request.weights), request.device or "cpu") if request.weights else saved.checkpoint
@@ -145,12 +145,21 @@ def _without_model(request: Request, saved: _Saved) -> Captured:
         alone = ", or the loss alone (--loss), run on the saved output" if output and target else ""
         got = f"got {saved.path} without a model (its keys: {held})"
         raise TargetError(got, f"the model that was trained, for this file carries tensors only{alone}", command)
-    loss = named(request.loss, "--loss")
+    loss = _loss(request)
     output_and_target = {key: values[key] for key in (output, target)}
     output_and_target[output] = tree_map_only(torch.Tensor, _leaf, output_and_target[output])
     found = Roles(output_and_target, output, (), target)
     note = f"Ran the loss alone, on {output} and {target} of {saved.path}, for there is no --model."
     return Captured(_capture(request, saved, nn.Identity(), found, loss), None, (note,))
+
+
+def _loss(request: Request) -> Callable[..., Any]:
+    """Return the loss that a request names; a class of modules (`torch.nn:CrossEntropyLoss`) with its own defaults."""
+    loss: Any = named(request.loss, "--loss")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        with user_code(f"making {request.loss}"):
+            loss = loss()
+    return loss.to(request.device or "cpu") if isinstance(loss, nn.Module) else loss
 
 
 def _capture(

@@ -144,10 +144,10 @@ def run(script: Script) -> None:
         else:
             runpy.run_path(path, run_name="__main__")
     except BaseException as error:
-        watcher.failed(watched, error)
+        watcher.ended(watched, error)
         raise
     else:
-        watcher.ended(watched)
+        watcher.ended(watched, None)
     finally:
         watched.close()
 
@@ -180,18 +180,12 @@ class _Watcher:
 
     def caught(self, fault: Fault) -> None:
         """Tell the first fault; end the script if that was asked for."""
-        self._report(fault)
+        self._told(fault)
         if self._script.on_fault is OnFault.STOP:
             self._stopped = True
             self._end()
 
-    def failed(self, watched: Watch, error: BaseException) -> None:
-        """Tell the fault that made the script raise, if there is one; what it raised goes on its way."""
-        fault = watched.ended(error)
-        if fault is not None:
-            self._report(fault)
-
-    def _report(self, fault: Fault) -> None:
+    def _told(self, fault: Fault) -> None:
         """Save, locate and tell a fault."""
         self._silent = True
         if fault.snapshot is None:
@@ -203,16 +197,31 @@ class _Watcher:
         else:
             self._tell(fault)
 
-    def ended(self, watched: Watch) -> None:
-        """Tell that nothing was found, when the script has come to its end by itself, or at what it may have ended early."""
-        steps, first = watched.steps, self._script.from_step
-        fault = watched.ended(None)
-        if fault is not None:
-            self.caught(fault)
-        if self._stopped:  # it has caught the SystemExit
+    def ended(self, watched: Watch, error: BaseException | None) -> None:
+        """Tell what the script has ended at by itself, or that nothing was found; what it raised goes on its way.
+
+        Raises:
+            SystemExit: A fault has ended the script, or should have.
+        """
+        if self._stopped and error is None:  # it has caught the SystemExit
             self._end()
         if self._silent:
             return
+        try:
+            fault = watched.ended(error)
+        except Exception as problem:  # noqa: BLE001  (the script's own may be on its way, and is not to be replaced)
+            _say(f"What ran since the last step cannot be looked into: {problem}")
+            fault = None
+        quiet = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if fault is not None:
+            self._told(fault)
+            if quiet and self._script.on_fault is OnFault.STOP:
+                self._end()
+        elif quiet:
+            self._sum_up(watched)
+
+    def _sum_up(self, watched: Watch) -> None:
+        steps, first = watched.steps, self._script.from_step
         if steps == 0:
             _say("No optimizer made a step in this process, so nothing was looked at.")
         elif steps <= first:

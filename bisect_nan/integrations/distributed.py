@@ -40,7 +40,7 @@ from bisect_nan.loop.incident import Call, Incident, Update
 from bisect_nan.loop.late import LateVigil
 from bisect_nan.loop.recovery import OnFault
 from bisect_nan.loop.vigil import Vigil
-from bisect_nan.recording.capture import Step, scalar_loss
+from bisect_nan.recording.capture import Step, require_step, scalar_loss
 from bisect_nan.recording.outcome import Observed
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -154,6 +154,7 @@ class RankGuard(Guard):
         Args:
             step: As for `Guard.watch`.
         """
+        require_step(step)
 
         @functools.wraps(step)
         def watched(model: Any, batch: Any) -> Any:

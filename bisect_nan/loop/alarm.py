@@ -21,7 +21,7 @@ from bisect_nan.loop.training import Training
 from bisect_nan.recording.live import uncounted
 from bisect_nan.recording.outcome import Observed
 from bisect_nan.recording.raised import suspicion
-from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.recording.state import Surroundings, buffers, remembered
 
 capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 """Whether a guard is running something again; all guards stand aside meanwhile."""
@@ -71,6 +71,7 @@ class Alarm:
         update: Update | None,
         *,
         step: int,
+        thrown: int,
         history: Sequence[Mapping[str, float]],
         scale: float = 1.0,
         base: HealthyState | None = None,
@@ -82,7 +83,8 @@ class Alarm:
             bad: The non-finite tensors of that kind, by name.
             calls: The calls that may have made them.
             update: The update that runs, or None.
-            step: Number of the step.
+            step: Number of the step: how many updates were made before.
+            thrown: How often the loop has thrown gradients away that a call was left out of.
             history: Numbers of the steps up to it.
             scale: What a `GradScaler` multiplied the loss with, where that is what made the fault.
             base: The state to go back to, where the fault is told one step late.
@@ -108,7 +110,7 @@ class Alarm:
             raise fault
         done = _DONE[self._on_fault]
         if self._on_fault is not OnFault.WARN:
-            self.recovery.fault()
+            self.recovery.fault(step, thrown, ordered[-1].batch if ordered else None)
             if self._on_fault is OnFault.ROLLBACK and self.recovery.go_back():
                 done = "the training goes on from an earlier healthy state"
         logger.warning("step %d: %s\n%s", step, "\n".join([str(fault), *getattr(fault, "__notes__", [])]), done)
@@ -161,7 +163,7 @@ class Alarm:
 
     def _everything(self) -> Surroundings:
         training = self._training
-        contents = [*training.parameters(), *buffers(training.model), *training.state(), *training.gradients()]
+        contents = [*training.parameters(), *remembered(training.model), *training.state(), *training.gradients()]
         return Surroundings(training.model, training.optimizer, contents=contents)
 
 

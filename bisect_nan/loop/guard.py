@@ -18,7 +18,8 @@ from bisect_nan.loop.recovery import OnFault, Recovery
 from bisect_nan.loop.shelf import Shelf
 from bisect_nan.loop.training import Training
 from bisect_nan.loop.vigil import Vigil
-from bisect_nan.recording.capture import Step
+from bisect_nan.recording.capture import Step, require_step
+from bisect_nan.recording.state import require
 
 
 class Guard:
@@ -55,8 +56,9 @@ class Guard:
     step (a mask among the buffers) is no fault. A healthy training gives the same numbers as without a guard, bit by bit.
 
     The price is one read of the gradients and of small buffers a step. Where the optimizer is not one whose update is known to
-    stay finite (see `assurance.py`), parameters and optimizer state are copied before and read after each update. Of attributes
-    that the step changes, containers are put back one level deep.
+    stay finite (see `assurance.py`), parameters and optimizer state are copied before and read after each update. Of the model's
+    attributes that the step changes, tensors are put back with their elements, and containers one level deep; what only the step
+    knows (a teacher that it updates, a generator in its closure) stays as the bad step left it.
     """
 
     _kinds: tuple[type[Alarm], type[Vigil], type[Vigil]] = Alarm, Vigil, LateVigil
@@ -97,7 +99,8 @@ class Guard:
         Raises:
             BisectNanError: An argument is not what it should be.
         """
-        _require(model, optimizer, on_fault, {"keep": keep, "history": history, "healthy_every": healthy_every})
+        require(model, optimizer)
+        _require(on_fault, {"keep": keep, "history": history, "healthy_every": healthy_every})
         training, mistakes, answer = Training(model, optimizer), Mistakes(), OnFault(on_fault)
         keeps = deferred or answer is OnFault.ROLLBACK or healthy_file is not None
         file = None if healthy_file is None else Path(healthy_file)
@@ -116,9 +119,11 @@ class Guard:
                 or a mapping or sequence of them (a mapping's `"loss"`, else their sum).
 
         Raises:
+            BisectNanError: `step` takes other arguments than these two.
             NonFiniteStep: By the returned function: the loss is non-finite.
             RecordingError: By the returned function: `step` returned no loss.
         """
+        require_step(step)
 
         @functools.wraps(step)
         def watched(model: Any, batch: Any) -> Any:
@@ -152,12 +157,7 @@ class Guard:
             self.close()
 
 
-def _require(model: object, optimizer: object, on_fault: str, counts: dict[str, int]) -> None:
-    if not isinstance(model, nn.Module):
-        raise BisectNanError(f"got {type(model).__name__} as the model", "a torch.nn.Module", "pass the model first")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        do = "pass the optimizer of this model"
-        raise BisectNanError(f"got {type(optimizer).__name__} as the optimizer", "a torch.optim.Optimizer", do)
+def _require(on_fault: str, counts: dict[str, int]) -> None:
     if on_fault not in set(OnFault):
         raise BisectNanError(f"got on_fault={on_fault!r}", " or ".join(OnFault), "choose one of them")
     for name, count in counts.items():

@@ -11,13 +11,18 @@ from bisect_nan.loop.training import Training
 
 
 class LeftOut:
-    """The calls of a step whose gradients its update does not use."""
+    """The calls of a step whose gradients its update does not use.
+
+    Attributes:
+        some: Whether there are any in this step.
+        thrown: How often the loop has thrown away the gradients of a step that had some.
+    """
 
     def __init__(self, training: Training) -> None:
         """None is left out yet."""
         self._training = training
         self._zeros: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.some = False
+        self.some, self.thrown = False, 0
 
     def harmless(self, result: Any) -> Any:
         """Return what a call returned, with every tensor that has a backward pass replaced by one whose backward pass does nothing.
@@ -47,13 +52,26 @@ class LeftOut:
         """Begin with the next step."""
         self._zeros, self.some = [], False
 
+    def throw_away(self) -> None:
+        """Begin anew: the loop has thrown the gradients away."""
+        self.thrown += self.some
+        self.forget()
+
     def backward(self) -> None:
         """Give every parameter a gradient of zeros if none has one: a `GradScaler` refuses to step without any."""
         parameters = self._training.parameters()
         if all(parameter.grad is None for parameter in parameters):
             for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zeros_for(parameter, self._training.optimizer)
                 self._zeros.append((parameter, parameter.grad))
+
+
+def zeros_for(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return a gradient of zeros of the kind that an optimizer takes: that of the present one, which may be sparse."""
+    if parameter.grad is not None:
+        return torch.zeros_like(parameter.grad)
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    return torch.zeros_like(parameter, layout=torch.sparse_coo if sparse else parameter.layout)
 
 
 class _Harmless(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bisect_nan.loop.training import Training
-from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.recording.state import Surroundings, remembered
 from bisect_nan.whole_file import whole_file
 
 
@@ -31,7 +31,7 @@ class HealthyState:
             scheduler: Anything with `state_dict` and `load_state_dict`, or None.
         """
         self.training = training
-        tensors = [*training.parameters(), *buffers(training.model), *training.state()]
+        tensors = [*training.parameters(), *remembered(training.model), *training.state()]
         self._before = Surroundings(training.model, training.optimizer)
         self._before.keep((tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors)
         self._others = [(part, copy.deepcopy(part.state_dict())) for part in (scaler, scheduler) if part is not None]

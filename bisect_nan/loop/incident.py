@@ -18,7 +18,7 @@ from bisect_nan.loop.training import Training
 from bisect_nan.recording.capture import Step, scalar_loss
 from bisect_nan.recording.live import counts
 from bisect_nan.recording.outcome import Observed
-from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.recording.state import Surroundings, remembered
 from bisect_nan.snapshots.snapshot import Snapshot
 
 
@@ -104,7 +104,7 @@ def copied_update(
 ) -> Update:
     """Return an update with a copy of all that it can change; of the gradients only where asked for."""
     parameters, given = training.parameters(), training.gradients()
-    contents = [*parameters, *buffers(training.model), *training.state(), *(given if gradients else ())]
+    contents = [*parameters, *remembered(training.model), *training.state(), *(given if gradients else ())]
     before = Surroundings(training.model, training.optimizer, contents=contents)
     return Update(number, frame, training, args, kwargs, before, counts(parameters), counts(given))
 
@@ -205,7 +205,7 @@ def _scaled(step: Step, scale: float, model: Any, batch: Any) -> torch.Tensor:
 
 def shows_again(calls: Sequence[Call], training: Training) -> bool:
     """Whether one of the calls comes out bad when it is run again; everything is left as it is now."""
-    contents = [*training.parameters(), *buffers(training.model), *training.state(), *training.gradients()]
+    contents = [*training.parameters(), *remembered(training.model), *training.state(), *training.gradients()]
     now = Surroundings(training.model, training.optimizer, contents=contents)
     try:
         return any(call.again().observed is not None for call in calls)

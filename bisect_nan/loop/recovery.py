@@ -53,6 +53,8 @@ class Recovery:
         self.state: HealthyState | None = None
         self._kept_at = -1
         self._bad_in_a_row = 0
+        self._bad_steps = 0
+        self._latest: tuple[int, int, object] | None = None  # the latest bad step, see `fault`
         # What the loop goes on to change after a fault, and how it was before.
         self._left: list[tuple[Any, Any]] = []
         self._rates: list[dict[str, Any]] = []
@@ -77,9 +79,19 @@ class Recovery:
         """Whether so many steps have been bad in a row that going on makes no sense."""
         return self._bad_in_a_row >= _PATIENCE
 
-    def fault(self) -> None:
-        """Note a fault, now that the state is that before the step."""
+    def fault(self, step: int, thrown: int, batch: object) -> None:
+        """Note a fault, now that the state is that before the step. A step of several calls may have several.
+
+        Args:
+            step: How many updates were made before.
+            thrown: How often the loop has thrown gradients away that a call was left out of; it does so within a step, too, when it
+                looks at one batch twice.
+            batch: What the bad call was given.
+        """
         self._bad_in_a_row += 1
+        before, self._latest = self._latest, (step, thrown, batch)
+        again = before is not None and before[0] == step and (before[1] == thrown or before[2] is batch)
+        self._bad_steps += not again
         parts = [part for part in (self._scheduler, self._scaler) if part is not None]
         self._left = [(part, copy.deepcopy(part.state_dict())) for part in parts]
         groups = [] if self._scheduler is None else self._training.optimizer.param_groups
@@ -87,7 +99,7 @@ class Recovery:
 
     def go_back(self) -> bool:
         """Return to the kept state, if there is one and the state before the step has turned out bad, too."""
-        if self.state is None or self._bad_in_a_row <= 1:
+        if self.state is None or self._bad_steps <= 1:
             return False
         self.state.restore()
         return True
@@ -107,4 +119,5 @@ class Recovery:
     def update(self) -> None:
         """Note a healthy update."""
         self._bad_in_a_row = 0
+        self._bad_steps, self._latest = 0, None
         self._left, self._rates = [], []

@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan.loop.alarm import Alarm, capturing
 from bisect_nan.loop.assurance import Assurance
+from bisect_nan.loop.attributes import Attributes
 from bisect_nan.loop.copies import Copies
 from bisect_nan.loop.frames import runs
-from bisect_nan.loop.harmless import LeftOut
+from bisect_nan.loop.harmless import LeftOut, zeros_for
 from bisect_nan.loop.incident import Call, Update, copied_update, shows_again
 from bisect_nan.loop.journal import Journal, finite_only, learning_rate
 from bisect_nan.loop.mistakes import Mistake, watch_saving
@@ -46,13 +47,12 @@ class Vigil:
             history: How many updates are remembered.
         """
         self.training, self.alarm, self.sight = training, alarm, Sight(training)
-        self.journal = Journal(history)
+        self.journal, self._numbers = Journal(history), itertools.count()
         self.calls: list[Call] = []  # those whose gradients the next update uses
         self.steps, self.begun = 0, 0  # updates that were made, and that were begun
         self.scaling: ScalerWatch | None = None
         self._left = LeftOut(training)  # calls whose gradients it does not use
-        self._standing, self._copies = Standing(training.model), Copies()
-        self._numbers = itertools.count()
+        self._standing, self._copies, self._attributes = Standing(training.model), Copies(), Attributes()
         self._update: Update | None = None
         # Whether steps write to their batch, and updates to gradients, which are copied then; None: not known yet.
         self._writes_batch: bool | None = None
@@ -123,7 +123,7 @@ class Vigil:
         self.sight.first()
         contents = () if self._writes_batch is False else tensors
         before = self._standing.now(batch=batch, others=self.training.parameters(), contents=contents)
-        before.keep(self._copies.now(self._standing.buffers()))
+        before.keep([*self._copies.now(self._standing.buffers()), *self._attributes.now(self._standing.plain())])
         return Call(next(self._numbers), step, model, batch, before)
 
     def _begin_step(self) -> None:
@@ -131,7 +131,7 @@ class Vigil:
         self.alarm.recovery.settle()
         if not self.training.gradients():  # they were thrown away without an update
             self.calls.clear()
-            self._left.forget()
+            self._left.throw_away()
         self.look_back()
         if not self.calls and self.alarm.recovery.due(self.steps) and self.sight.look((), None) is None:
             self.alarm.recovery.keep(self.steps)
@@ -214,7 +214,7 @@ class Vigil:
         update = self._careful_update(frame, (), {})
         update.left_out = True
         for parameter in self.training.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zeros_for(parameter, self.training.optimizer)
         return update
 
     def _after_update(self, _: torch.optim.Optimizer, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class Vigil:
         if update is None and math.isnan(self.sight.norm):
             self.sight.measure()
         try:
-            self.alarm.sound(kind, bad, list(calls), update, **self._evidence(), **known)
+            self.alarm.sound(kind, bad, list(calls), update, thrown=self._left.thrown, **self._evidence(), **known)
         except BaseException:
             self._update = None
             raise

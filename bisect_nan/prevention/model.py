@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from bisect_nan.errors import BisectNanError
 from bisect_nan.prevention.check import Check, examine
 
 
@@ -22,7 +23,13 @@ def check_model(model: nn.Module) -> Check:
 
     Args:
         model: The module.
+
+    Raises:
+        BisectNanError: It is something else.
     """
+    if not isinstance(model, nn.Module):
+        do = "pass the model; for saved weights, check_batch(weights) or `bisect-nan checkpoints FOLDER`"  # type: ignore[unreachable]
+        raise BisectNanError(f"got {type(model).__name__} as the model", "a torch.nn.Module", do)
     return examine("model", model_tensors(model))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -20,9 +22,9 @@ from bisect_nan.finding import Finding, Symptom, Verdict
 from bisect_nan.norms import norms
 from bisect_nan.prevention import nested
 from bisect_nan.prevention.printed import Printed, line, table
-from bisect_nan.recording.capture import Step, scalar_loss
+from bisect_nan.recording.capture import Step, require_step, scalar_loss
 from bisect_nan.recording.raised import suspicion
-from bisect_nan.recording.state import Surroundings, buffers, named_parameters, optimizer_tensors
+from bisect_nan.recording.state import Surroundings, named_parameters, optimizer_tensors, remembered, require
 from bisect_nan.reports.terminal import to_renderable
 from bisect_nan.snapshots.snapshot import Snapshot
 
@@ -99,9 +101,13 @@ def smoke_test(
         steps: How many steps.
 
     Raises:
-        BisectNanError: There are no batches.
+        BisectNanError: There are no batches, or one of the arguments is not what it should be.
         RecordingError: `step` returned no loss.
     """
+    require(model, optimizer)
+    require_step(step)
+    if isinstance(batches, torch.Tensor | Mapping) or hasattr(batches, "_fields"):
+        raise BisectNanError(f"got one batch ({type(batches).__name__})", "several", "give the loader, or [batch]")
     before = Surroundings(model, optimizer, contents=[*_state(model, optimizer), *_gradients(model, optimizer)])
     rehearsal = _Rehearsal(model, step, optimizer)
     try:
@@ -151,7 +157,7 @@ class _Rehearsal:
             self.fault = f"step {number}: {self._what(loss.detach(), norm)}{_which(terms)}"
             before.restore()
             return locate(Snapshot.capture(model, batch, self._step, step_number=number))
-        return self._update(number, value)
+        return self._update(number, value, batch)
 
     def _explained(self, number: int, batch: Any) -> Finding | None:
         """Locate what made a step raise; None where that was no NaN and no infinity."""
@@ -163,11 +169,12 @@ class _Rehearsal:
                 return locate(snapshot)
         return None
 
-    def _update(self, number: int, loss: float) -> Finding | None:
+    def _update(self, number: int, loss: float, batch: Any) -> Finding | None:
         """Update, and locate what that spoilt."""
         model, optimizer = self._model, self._optimizer
         before = Surroundings(model, optimizer, contents=[*_state(model, optimizer), *_gradients(model, optimizer)])
-        optimizer.step()
+        closure: list[Any] = [functools.partial(self._again, batch)] if _needs_closure(optimizer) else []
+        optimizer.step(*closure)
         new = {key: tensor for key, tensor in self._bad().items() if key not in self._known}
         if not new:
             return None
@@ -175,7 +182,14 @@ class _Rehearsal:
         symptom = Symptom(kind, name, tuple(finite.labels(finite.kinds(tensor))), len(new) - 1)
         self.fault = f"step {number}: after the update {symptom.describe()}"
         before.restore()
-        return locate(Snapshot.capture_update(model, optimizer, loss, step_number=number))
+        return locate(Snapshot.capture_update(model, optimizer, loss, *closure, step_number=number))
+
+    def _again(self, batch: Any) -> torch.Tensor:
+        """Return the loss, and leave its gradients, for an optimizer that asks for them."""
+        self._optimizer.zero_grad()
+        loss = scalar_loss(self._step(self._model, batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _what(self, loss: torch.Tensor, norm: float | None) -> str:
         """Say what is bad before the update."""
@@ -202,10 +216,15 @@ class _Rehearsal:
         return {key: tensor.detach() for key, tensor in named.items() if finite.probe([tensor])}
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all tensors that training changes."""
     kept = [tensor for _, tensor in optimizer_tensors(optimizer)]
-    return [*named_parameters(model, optimizer).values(), *buffers(model), *kept]
+    return [*named_parameters(model, optimizer).values(), *remembered(model), *kept]
 
 
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from bisect_nan import finite
-from bisect_nan.errors import RecordingError
+from bisect_nan.errors import BisectNanError, RecordingError
 from bisect_nan.finding import Phase
 from bisect_nan.recording.naming import batch_tensors, name_batch, name_tensors
 from bisect_nan.recording.outcome import Recording, Update, outcome, outcome_of_value
@@ -23,6 +24,24 @@ from bisect_nan.recording.state import Surroundings, named_parameters
 
 Step = Callable[[Any, Any], Any]
 """`step(model, batch) -> loss`."""
+
+
+def require_step(step: Step) -> None:
+    """Refuse a step that cannot be called with a model and a batch.
+
+    Raises:
+        BisectNanError: It takes other arguments.
+    """
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # nobody knows, as for functions in C
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        got = f"got a step {getattr(step, '__name__', type(step).__name__)}{signature}"
+        do = "put all else into the batch: step(model, (inputs, targets))"
+        raise BisectNanError(got, "step(model, batch)", do) from None
 
 
 def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontiers: bool = False) -> Recording:
@@ -40,9 +59,11 @@ def record(model: Any, batch: Any, step: Step, *, backward: bool = True, frontie
         frontiers: Whether to keep what is alive on the way.
 
     Raises:
+        BisectNanError: The step takes other arguments.
         RecordingError: The step returned no scalar loss, or needs tensors without memory of their own.
         Exception: Whatever the step raised for another reason.
     """
+    require_step(step)
     recorder, surroundings = Recorder(frontiers=frontiers), Surroundings(model, batch=batch)
     try:
         leaves, held = _gradient_leaves(model, batch), _buffers(model)

@@ -42,6 +42,7 @@ class Holding:
         empty: All containers that were empty.
         loose: All others; their items are read anew for every moment.
         generators: Attributes that may be random generators.
+        plain: Tensors that are attributes, but neither parameters nor buffers.
         tensors: Parameters and buffers.
         opaque: Whether owners keep these where nothing can be compared, as scripted modules do.
     """
@@ -52,6 +53,7 @@ class Holding:
     empty: list[Any] = field(default_factory=list)
     loose: list[Any] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
+    plain: list[torch.Tensor] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     opaque: bool = False
     # For comparing: what is there in rows, and how it was. `_now` and `_then` are attributes, and keys and items of `full`.
@@ -138,6 +140,7 @@ class Held:
         buffers: The dictionaries of buffers that are not empty.
         loose: Containers of which the items are to be remembered, too.
         generators: Attributes that may be random generators.
+        plain: Tensors that are attributes, but neither parameters nor buffers.
     """
 
     parts: Sequence[Holding]
@@ -145,6 +148,7 @@ class Held:
     buffers: Sequence[Mapping[str, torch.Tensor | None]]
     loose: Sequence[Any]
     generators: Sequence[Any]
+    plain: Sequence[torch.Tensor]
 
     def restore(self) -> None:
         """Put everything back but the items of `loose` and the generators."""
@@ -179,6 +183,7 @@ class Holdings:
                 buffers=[held for part in parts for held in map(_buffers_of, part.owners) if held],
                 loose=[container for part in parts for container in part.loose],
                 generators=[item for part in parts for item in part.generators],
+                plain=[tensor for part in parts for tensor in part.plain],
             )
         return self._held
 
@@ -186,6 +191,10 @@ class Holdings:
         """Return the buffers as they are, of those modules that had some at the latest `present`."""
         kept = () if self._held is None else self._held.buffers
         return [buffer for buffers in kept for buffer in buffers.values() if buffer is not None]
+
+    def plain(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that were attributes at the latest `present`, but neither parameters nor buffers."""
+        return () if self._held is None else self._held.plain
 
     def _sources(self) -> Iterator[list[Any]]:
         """Yield what is read together: some modules, the optimizer, its state (which changes less often than its groups)."""
@@ -217,6 +226,7 @@ def _read_module(found: Holding, module: nn.Module) -> None:
         else:
             found.opaque = True
     found.tensors += own_tensors(module, "_parameters") + own_tensors(module, "_buffers")
+    found.plain += plain_tensors(module)
 
 
 def _read_optimizer(found: Holding, optimizer: torch.optim.Optimizer) -> None:
@@ -234,6 +244,11 @@ def _buffers_of(owner: Any) -> Any:
 def own_tensors(module: nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters (`_parameters`) or buffers (`_buffers`) of one module without its children."""
     return [tensor for tensor in vars(module)[kind].values() if tensor is not None]
+
+
+def plain_tensors(module: Any) -> list[torch.Tensor]:
+    """Return the tensors that are attributes of one module without its children, but neither parameters nor buffers."""
+    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
 
 
 def nested(tree: Any) -> list[Any]:

@@ -131,8 +131,10 @@ def _read(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]
 
 
 def _left(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
-    """Yield the last results that hold a NaN: what leaves torch is looked at by others."""
+    """Yield the last results without a graph that hold a NaN: what leaves torch, for NumPy say, is looked at by others."""
     for call in reversed(recorder.calls[-_LAST:]):
+        if call.grad and call.target is not torch.ops.aten.detach.default:
+            continue
         if (found := _nonfinite(recorder, [v for v in call.outputs if v is not None], NonFinite.NAN)) is not None:
             yield call.source, found
 
@@ -149,7 +151,7 @@ def _nonfinite(recorder: Recorder, numbers: list[int], which: NonFinite) -> torc
         dtype, tensor = values.value(number).dtype, _alive(recorder, number)
         floats = dtype.is_floating_point or dtype.is_complex
         if floats and tensor is not None:
-            if finite.has([tensor], kinds):
+            if finite.has([tensor], kinds & _unmeant(recorder, number)):
                 bad[number] = tensor
             continue
         maker = values.makers[number]
@@ -159,6 +161,23 @@ def _nonfinite(recorder: Recorder, numbers: list[int], which: NonFinite) -> torc
                 met.add(ref.value)
                 waiting.append((ref.value, kinds & _REFUSED if floats else kinds))
     return bad[min(bad)] if bad else None
+
+
+def _unmeant(recorder: Recorder, number: int) -> NonFinite:
+    """Return what is no intention in a value: a NaN, and an infinity unless one was written on the way (`masked_fill`, a limit)."""
+    constants = {placeholder.value for placeholder in recorder.values.placeholders if placeholder.constant}
+    waiting, met = [number], {number}
+    while waiting and len(met) < _MOST:
+        value = waiting.pop()
+        maker = recorder.values.makers[value]
+        call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
+        given = [] if call is None else [*call.args, *call.kwargs.values()]
+        if value in constants or any(isinstance(item, float) and math.isinf(item) for item in given):
+            return NonFinite.NAN
+        further = {ref.value for ref in _refs(given)} - met
+        met |= further
+        waiting += further
+    return NonFinite.ANY
 
 
 def _refs(item: object) -> Iterator[Ref]:

@@ -5,7 +5,7 @@ That is attributes, gradients, the batch, optimizer state, and where tensors lie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves
 
 from bisect_nan import finite
+from bisect_nan.errors import BisectNanError
 from bisect_nan.recording.generators import ProcessGenerators, state_of
-from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, refill
+from bisect_nan.recording.holdings import Holdings, copied, nested, own_tensors, plain_tensors, refill
 from bisect_nan.recording.shown import Shown
 
 
@@ -113,11 +114,34 @@ class Standing:
         """Return the buffers as they are, of those modules that had some at the latest `now`; one under two names twice."""
         return self._holdings.buffers()
 
+    def plain(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that were attributes at the latest `now`, but neither parameters nor buffers."""
+        return self._holdings.plain()
+
 
 def buffers(model: Any) -> list[torch.Tensor]:
     """Return the buffers of a model, in a third of the time that `model.buffers()` takes; one under two names twice."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [buffer for module in modules for buffer in own_tensors(module, "_buffers")]
+
+
+def require(model: object, optimizer: object) -> None:
+    """Refuse what is no model, or no optimizer.
+
+    Raises:
+        BisectNanError: One of them is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise BisectNanError(f"got {type(model).__name__} as the model", "a torch.nn.Module", "pass the model first")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        do = "pass the optimizer of this model"
+        raise BisectNanError(f"got {type(optimizer).__name__} as the optimizer", "a torch.optim.Optimizer", do)
+
+
+def remembered(model: Any) -> list[torch.Tensor]:
+    """Return what a model keeps from one step to the next besides its parameters: buffers, and tensors that are plain attributes."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [tensor for module in modules for tensor in [*own_tensors(module, "_buffers"), *plain_tensors(module)]]
 
 
 def named_parameters(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -35,12 +35,19 @@ def larger_eps(site: Site) -> Iterator[Proposal]:
     name = {"addcdiv": "tensor2", "div": "other"}.get(site.op)
     if name is None:
         return
+    wider = ", or keep its state in float32" if site.dtype in (torch.float16, torch.bfloat16) else ""
     for eps in (1e-4,) if site.dtype is torch.float16 else (1e-8, 1e-4):
         yield Proposal(
             "larger_eps",
-            f"give the optimizer eps={eps:g}, or keep its state in float32",
+            f"give the optimizer eps={eps:g}{wider}",
             changes=site.everywhere(operands(**{name: lambda x, eps=eps: x + eps})),
         )
+
+
+def some_eps(site: Site) -> Iterator[Proposal]:
+    """Give an optimizer of torch's, which was made with eps=0, an eps: its line is the call of `step`, where nothing can be clamped."""
+    if site.op == "addcdiv" and site.node is not None and site.node.phase is Phase.OPTIMIZER:
+        yield from larger_eps(site)
 
 
 def lower_rate(site: Site) -> Iterator[Proposal]:

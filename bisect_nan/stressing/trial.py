@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves, tre
 from bisect_nan import finite
 from bisect_nan.recording.capture import scalar_loss
 from bisect_nan.recording.raised import suspicion
-from bisect_nan.recording.state import Surroundings, buffers
+from bisect_nan.recording.state import Surroundings, remembered
 from bisect_nan.snapshots.snapshot import Snapshot
 
 SEED = 0
@@ -53,7 +53,7 @@ class Trial:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._before = Surroundings(self.model)
         torch.manual_seed(SEED)
-        self._start = Surroundings(self.model, contents=buffers(self.model))
+        self._start = Surroundings(self.model, contents=remembered(self.model))
 
     def accepts(self, arguments: Sequence[Any]) -> bool:
         """Tell whether the loss runs on some arguments without an error."""

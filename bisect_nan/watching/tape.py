@@ -28,6 +28,9 @@ from bisect_nan.watching.suspects import Suspect, kept
 _SPAN = 8
 """Updates that a program may go through because of a graph that waits for its backward pass."""
 
+_PATIENCE = 20
+"""Bad backward passes in a row, without an update, after which nobody searches for a scale any more."""
+
 
 class Tape:
     """Records what the thread that made it runs.
@@ -45,24 +48,28 @@ class Tape:
         problem: Why the present program could not be recorded to its end; None while it can.
     """
 
-    def __init__(self, settle: Callable[[], bool], snapshot: Callable[[Recording], Snapshot]) -> None:
+    def __init__(
+        self,
+        settle: Callable[[], bool],
+        snapshot: Callable[[Recording], Snapshot],
+        hopeless: Callable[[Snapshot], object],
+    ) -> None:
         """Prepare; `open` begins.
 
         Args:
             settle: Asked whether an update still runs, which an exception may have ended.
             snapshot: Makes the snapshot of a suspect.
+            hopeless: Told the latest suspect when all backward passes come out bad, and none is used; may raise.
         """
         self.names, self.losses = Names(), list[float]()
         self.looks = Looks(snapshot)
         self.suspect: Suspect | None = None
         self.updating = self.deriving = False
         self.problem: RecordingError | None = None
-        self._settle, self._snapshot = settle, snapshot
-        self._stream, self._stack, self._thread = (
-            Stream(self._enter_closure, self._look_along, self._cut, self._stumble),
-            list[str](),
-            threading.get_ident(),
-        )
+        self._settle, self._snapshot, self._hopeless = settle, snapshot, hopeless
+        self._stream = Stream(self._enter_closure, self._look_along, self._cut, self._stumble)
+        self._stack, self._thread = list[str](), threading.get_ident()
+        self._thrown = 0  # suspects in a row that no update has used
         self._hooks: list[object] = []  # what hooks can change the gradients of the program at
         self._root: torch.Tensor | None = None  # what the running backward pass starts from
         self._behind = 0  # calls of the program up to its latest backward pass
@@ -130,7 +137,7 @@ class Tape:
     def updated(self, *, joint: bool) -> None:
         """Begin a new program after an update, unless the update was part of the present one and that is still needed."""
         self.losses.clear()
-        self.looks.nan = None
+        self.looks.nan, self._thrown = None, 0
         self._leave_closure()
         self._acquit()
         self._span += 1
@@ -202,6 +209,9 @@ class Tape:
             recorder = self._stream.recorder or recorder
             with self._backward(recorder, _roots(tensors)), torch.autograd.set_detect_anomaly(mode=False):
                 found = plain(tensors, *args, **kwargs)
+            if self._thrown >= _PATIENCE and self.suspect is not None:
+                self._hopeless(self.suspect.snapshot)
+                return found
             if not (kwargs.get("retain_graph") or kwargs.get("create_graph") or any(args[1:3])):
                 self._stream.graphs.ran(_roots(tensors))
             if self.updating:
@@ -281,7 +291,7 @@ class Tape:
         if self.suspect is not None:
             with self.working():
                 if not self.suspect.stands():
-                    self.suspect = None
+                    self.suspect, self._thrown = None, self._thrown + 1
 
     # --- what cannot go on ----------------------------------------------------------------------------------------------
 

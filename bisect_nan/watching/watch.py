@@ -92,7 +92,7 @@ class Watch:
         self.steps = self.unrecorded = 0
         self.problem: RecordingError | None = None
         self._from_step, self._caught, self._thread = from_step, caught, threading.get_ident()
-        self._tape = Tape(self._forget_broken_update, self._snapshot)
+        self._tape = Tape(self._forget_broken_update, self._snapshot, self._end)
         self._open, self._recording = contextlib.ExitStack(), contextlib.ExitStack()
         self._over = False
         self._running: _Running | None = None
@@ -118,9 +118,9 @@ class Watch:
             error: What the script raised, while that is handled; None when it came to its end.
         """
         tape, recorder, snapshot = self._tape, self._tape.recorder, None
-        if self._over or self._forget_broken_update() or recorder is None or isinstance(error, KeyboardInterrupt):
+        if self._over or self._forget_broken_update() or recorder is None:
             return None
-        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code not in (None, 0)):
             with tape.working():
                 if tape.suspect is not None and tape.suspect.stands():
                     snapshot = tape.suspect.snapshot
