@@ -7,7 +7,17 @@ import torch
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.normalisation import squared_divisor
-from bisect_nan.causes.operands import aligned, base_op, enough, first, ops, under_log, under_root, where
+from bisect_nan.causes.operands import (
+    aligned,
+    base_op,
+    enough,
+    first,
+    ops,
+    refused_determinant,
+    under_log,
+    under_root,
+    where,
+)
 
 _IN_LOG_FORM = {
     "_softmax": "take `torch.log_softmax` of the scores instead of the logarithm of their softmax",
@@ -16,6 +26,12 @@ _IN_LOG_FORM = {
 _DIFFERENCES = ops("sub rsub addcmul _foreach_sub _foreach_addcmul")
 _NEAR = 3
 """How many ops back a difference is still what stands under the root."""
+
+
+_OF_A_MATRIX = (
+    "find out why the matrix mirrors (two rows exchanged, an odd number of negative factors); where the sign does not matter, use "
+    "`torch.linalg.slogdet`, which gives the logarithm of the absolute value beside it"
+)
 
 
 def _log_of_zero(evidence: Evidence) -> Match | None:
@@ -32,6 +48,8 @@ def _log_of_negative(evidence: Evidence) -> Match | None:
     if argument is None or argument.is_complex() or not enough(argument < 0):
         return None
     below = argument < 0
+    if refused_determinant(evidence):
+        return Match(0.97, (f"the determinant is negative{where(evidence, below)}",), _OF_A_MATRIX)
     note = f"the argument of the logarithm is below 0{where(evidence, below)}, where it is {first(argument, below)}"
     return Match(0.97, (note,))
 
