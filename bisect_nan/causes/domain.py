@@ -34,11 +34,20 @@ _OF_A_MATRIX = (
 )
 
 
+_AWAY = "keep the argument away from 0, where the function has a value and no slope"
+
+
 def _log_of_zero(evidence: Evidence) -> Match | None:
     argument = under_log(evidence)
     if argument is None or not enough(argument == 0):
         return None
-    note = f"the argument of the logarithm is exactly 0{where(evidence, argument == 0)}"
+    there = where(evidence, argument == 0)
+    if evidence.forward is not None and under_log(evidence, evidence.forward) is None:
+        name = evidence.forward.op.strip("_")
+        return Match(
+            0.8, (f"the derivative of `{name}` takes the logarithm of an argument that is exactly 0{there}",), _AWAY
+        )
+    note = f"the argument of the logarithm is exactly 0{there}"
     made_by = next((op for op in evidence.ancestors("self") if op in _IN_LOG_FORM), "")
     return Match(0.97, (note,), _IN_LOG_FORM.get(made_by, ""))
 
@@ -63,9 +72,7 @@ def _sqrt_of_negative(evidence: Evidence) -> Match | None:
     below = argument < 0
     notes = [f"{what} is below 0{where(evidence, below)}, where it is {first(argument, below)}"]
     if _DIFFERENCES & set(evidence.ancestors("self")[:_NEAR]):
-        notes.append(
-            "it is a difference: two terms that agree in nearly all digits leave a rounding error of either sign"
-        )
+        notes.append("it is a difference: where its two terms agree in nearly all digits, rounding decides its sign")
     return Match(0.97, tuple(notes))
 
 

@@ -44,6 +44,9 @@ _EDGES: dict[str, tuple[str, float, float]] = {
     "lgamma": ("self", 0, math.inf),
     "digamma": ("self", 0, math.inf),
     "polygamma": ("self", 0, math.inf),
+    "_standard_gamma": ("self", 0, math.inf),
+    "igamma": ("other", 0, math.inf),
+    "igammac": ("other", 0, math.inf),
     "special_ndtri": ("self", 0, 1),
     "binary_cross_entropy": ("self", 0, 1),
     "native_batch_norm": ("running_var", 0, math.inf),
@@ -100,6 +103,7 @@ def clamp(site: Site) -> Iterator[Proposal]:
             _away(margin) if complex_valued else f"{{x}}.clamp({limits})",
             name,
             changes=site.everywhere(operands(**{name: lambda x, a=least, b=most: _clamped(x, a, b)})),
+            local=site.node is None or torch.Tag.nondeterministic_seeded not in site.node.target.tags,
         )
 
 

@@ -18,7 +18,10 @@ from bisect_nan.replaying.neutral import distinct, ordered
 from bisect_nan.replaying.replay import Executed
 from bisect_nan.replaying.stretch import Env
 
-_ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"}
+_ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"} | {
+    "_standard_gamma",
+    "_standard_gamma_grad",
+}
 """Elementwise calls that torch does not tag as pointwise (or not in every release)."""
 
 

@@ -117,7 +117,7 @@ def symptom(finding: Finding) -> str:
     described = finding.symptom.describe()
     if finding.symptom.kind == "loss" or finding.loss is None:
         return described
-    return f"the loss is {finding.loss:.5g}, {described}"
+    return f"the loss is {finding.loss + 0.0:.5g}, {described}"  # 0 rather than -0
 
 
 def noun(shown: Symptom) -> str:
