@@ -32,7 +32,6 @@ class NonFinite(enum.Flag):
 
 _NONE = NonFinite(0)
 _LABELS = {NonFinite.NAN: "nan", NonFinite.POS_INF: "+inf", NonFinite.NEG_INF: "-inf"}
-_NATIVE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _SHORTER = (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 
 
@@ -105,6 +104,11 @@ def mask(tensor: Tensor, which: NonFinite = NonFinite.ANY) -> Tensor:
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     bad = _where(values, which)
     return bad.any(-1) if tensor.is_complex() else bad
+
+
+def with_kernels(tensor: Tensor) -> Tensor:
+    """Return a floating tensor in a type that torch can compare and clip: float8 as float32, any other as it is."""
+    return tensor.float() if tensor.itemsize == 1 else tensor
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -215,8 +219,7 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
 
 def _flags(tensors: Iterable[Tensor]) -> list[NonFinite]:
     """Return the kinds in each tensor, exact but for infinities beside a NaN."""
-    ends: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
-    count = 0
+    ends, count = dict[torch.device, list[tuple[int, Tensor, Tensor]]](), 0
     with torch.no_grad():
         for tensor in tensors:
             values = _values(tensor)
@@ -252,7 +255,7 @@ def _values(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.dtype in _NATIVE else tensor.float()
+    return with_kernels(tensor)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -67,3 +67,14 @@ def test_the_cause_of_a_bad_update(name: str, *, foreach: bool) -> None:
     model.weight.grad = torch.full_like(model.weight, gradient)
     finding = locate(Snapshot.capture_update(model, optimizer, 1.0))
     assert tuple(culprit.cause for culprit in finding.culprits) == causes
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "at once"])
+def test_an_eps_that_half_precision_cannot_hold_is_mended(*, foreach: bool) -> None:
+    """A larger eps is tried on the update, whether it goes through the parameters one by one or all at once."""
+    model = nn.Linear(3, 2, bias=False).half()
+    model.weight.grad = torch.full_like(model.weight, 1e-4)
+    optimizer = optim.Adam(model.parameters(), foreach=foreach)
+    (culprit,) = locate(Snapshot.capture_update(model, optimizer, 1.0)).culprits
+    assert culprit.remedy is not None
+    assert culprit.remedy.verified

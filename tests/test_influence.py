@@ -113,3 +113,22 @@ def test_nan_is_selected_as_torch_selects_it() -> None:
     x = torch.tensor([[0.1, math.nan, 0.3]])
     assert sources(lambda x: x.max(1).values, "max", 0, x) == [[1, 2]]  # the largest, and the largest without it
     assert sources(lambda x: x.amin(1), "amin", 0, x) == [[0, 1]]
+
+
+def test_an_operand_without_derivative_hides_no_other() -> None:
+    """The weights of a loss have no derivative; the scores and so the rows behind them are told all the same."""
+    target, weight = torch.tensor([[[0, 1]]]), torch.tensor([0.0, 1.0])
+    executed, number = call(
+        lambda x: functional.nll_loss(x, target, weight), torch.rand(1, 2, 1, 2), op="nll_loss2d_forward"
+    )
+    found = depended_on(executed, number, torch.tensor(True))
+    assert found[numbers(executed)[0]].flatten().tolist() == [True, False, False, True]
+
+
+def test_a_sparse_derivative_is_read() -> None:
+    """The table of an embedding may ask for a sparse gradient."""
+    table = torch.rand(4, 2)
+    executed, number = call(lambda x: functional.embedding(torch.tensor([3, 1]), x, sparse=True), table, op="embedding")
+    mask = torch.tensor([[False, True], [False, False]])
+    found = depended_on(executed, number, mask)
+    assert [found[n].nonzero().tolist() for n in numbers(executed)] == [[[3, 1]], [[0]]]

@@ -76,7 +76,7 @@ def test_what_looks_like_a_mask(values: list[float], mask: bool) -> None:
 
 
 def test_tensors_from_outside() -> None:
-    """A literal's infinities are meant, those of data only after the step was seen to bear them; NaN never is."""
+    """A literal's infinities are meant and its NaN are not; those of data are only after the step was seen to bear them."""
     snapshot = Snapshot.capture(None, torch.ones(2), lambda _, x: x.sum())
     intent = Intent(snapshot.program, Dependence(snapshot.program))
     data, literal = Placeholder(0, Phase.INPUT, "batch"), Placeholder(1, Phase.INPUT, "constant", constant=True)
@@ -84,6 +84,7 @@ def test_tensors_from_outside() -> None:
     assert intent.means(literal, bounds)
     assert not intent.means(literal, broken)
     assert not intent.means(data, bounds)
+    assert not intent.means(data, broken)
     intent.accept(0)
     assert intent.means(data, bounds)
-    assert not intent.means(data, broken)
+    assert intent.means(data, broken)

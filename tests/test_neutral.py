@@ -59,6 +59,15 @@ def test_tamed_values() -> None:
     assert x[2] == 1.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stand_in", neutral.NEUTRALS)
+def test_types_without_kernels_have_stand_ins(stand_in: neutral.Neutral, dtype: torch.dtype) -> None:
+    """Every neutral value can be had for float8, for which torch has hardly any kernels."""
+    x = torch.tensor([1.0, NAN, -2.0]).to(dtype)
+    found = stand_in(x, None, 0)
+    assert torch.as_tensor(found).float().isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
 def test_bad_elements_are_replaced(layout: torch.layout) -> None:

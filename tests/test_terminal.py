@@ -283,3 +283,23 @@ def test_many_samples_and_a_long_chain_are_cut() -> None:
     report = to_text(replace(LOCATED, culprits=(replace(FORWARD, samples=tuple(range(9)), chain=chain),)))
     assert "samples 0, 1, 2, 3, 4, 5 and 3 more" in report
     assert "through op0, op1, op2, op3, op4, 14 more, op19" in report
+
+
+def test_infinities_that_went_in_are_not_called_made() -> None:
+    """Where NaN is made beside infinities of the operands, only NaN is counted; infinities of the other sign are new."""
+    scores = TensorSummary("scores", "f32", (4, 5), neg_inf=9, first=(0, 0))
+    made = replace(scores, nan=2, neg_inf=7)
+    found = Finding(Verdict.LOCATED, culprits=(replace(FORWARD, inputs=(scores,), outputs=(made,)),))
+    assert "made the first NaN: 2 of 20 values" in to_text(found)
+    turned = replace(made, neg_inf=0, pos_inf=7)
+    found = Finding(Verdict.LOCATED, culprits=(replace(FORWARD, inputs=(scores,), outputs=(turned,)),))
+    assert "made the first NaN and infinity: 9 of 20 values" in to_text(found)
+
+
+def test_a_tensor_that_other_code_made_was_not_there_before_the_step() -> None:
+    """What NumPy computes within the step comes into it bad."""
+    state = replace(
+        FORWARD, node=-1, phase=Phase.INPUT, name="constant at loss.py:29", op="", kernel="", inputs=(), chain=()
+    )
+    told = to_text(Finding(Verdict.LOCATED, culprits=(state,)))
+    assert "constant at loss.py:29 held NaN when the step took it in: 25 of 50 values" in told

@@ -14,7 +14,7 @@ import torch
 from kinds import KINDS, Kind, fields, gradients, infinities, prepared, structure
 from torch import nn
 
-from bisect_nan import Culprit, Snapshot, locate
+from bisect_nan import Culprit, Guard, NonFiniteStep, Snapshot, locate
 from bisect_nan.answer.trial import EXECUTIONS, Trial
 from bisect_nan.causes import CAUSES
 from bisect_nan.finding import Remedy
@@ -452,3 +452,24 @@ def test_an_optimizer_without_eps_gets_one(kind: Any) -> None:
     assert culprit is not None
     assert culprit.remedy is not None
     assert (culprit.remedy.text, culprit.remedy.verified) == ("give the optimizer eps=1e-08", True)
+
+
+def test_momentum_goes_back_with_the_weights(tmp_path: Path) -> None:
+    """What grew over the steps is tried at its former size, the optimizer's own tensors with the weights."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=9.0)
+    guard = Guard(model, optimizer, directory=tmp_path)
+    step = guard.watch(lambda model, x: model(x).abs().mean())
+
+    def train() -> None:
+        for _ in range(80):
+            optimizer.zero_grad()
+            step(model, torch.ones(3, 2)).backward()
+            optimizer.step()
+
+    with pytest.raises(NonFiniteStep) as caught:
+        train()
+    finding = locate(Snapshot.load(caught.value.path))
+    assert finding.culprits[0].cause == "learning_rate_explosion"
+    assert finding.culprits[0].remedy is not None
+    assert finding.culprits[0].remedy.verified

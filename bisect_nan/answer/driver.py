@@ -41,7 +41,6 @@ from bisect_nan.snapshots.snapshot import Snapshot
 Progress = Callable[[str, int, int], None]
 """Told the stage (`replay`, `search`, `confirm`, `explain`, `remedy`), how far it is, and how far it goes: 0 where nobody knows."""
 
-
 _ATTEMPTS = 3
 """Replays before a symptom that does not show again is called not reproduced."""
 
@@ -183,7 +182,9 @@ class _Case:
             for birth in borne:
                 self.intent.accept(birth.value)
             found = inquest.collect()
-            return found if found[0] else (guilty, without(state, guilty))
+            marks = finite.has([self.start.env[birth.value] for birth in borne], NonFinite.NAN)  # of missing values
+            failing = found[0] and not (marks and any(birth.origin is not Origin.MADE for birth in found[0]))
+            return found if failing else (guilty, without(state, guilty))
         searched = None if state else self._search(done, inquest)
         if searched is None and self._runaway(done):
             return self.suspects, []
@@ -199,11 +200,10 @@ class _Case:
         return births
 
     def _bears(self, birth: Birth, inquest: Inquest) -> bool:
-        """Whether the step takes in other infinities of the same tensor: then they are meant, and some call cannot bear all."""
-        tensor = self.start.env[birth.value]
-        bad = finite.mask(tensor)
+        """Whether the step takes in other bad elements of the same tensor: then they are meant, and some call cannot bear all."""
+        bad = finite.mask(self.start.env[birth.value])
         outside = birth.placeholder is not None and birth.placeholder.phase is Phase.INPUT
-        if not outside or finite.has([tensor], NonFinite.NAN) or not (bad & ~birth.mask).any():
+        if not outside or not (bad & ~birth.mask).any():
             return False
         return inquest.court.differ([birth], [replace(birth, mask=bad)])
 
@@ -262,7 +262,7 @@ class _Case:
         done: Pass | None,
         edits: Mapping[int, Edit] | None = None,
     ) -> Finding:
-        culprits: tuple[Culprit, ...] = ()
+        culprits = tuple[Culprit, ...]()
         if done is not None and births:
             self.progress("explain", 0, 0)
             looked = self.snapshot, self.stretch, self.dependence, done, self.targets

@@ -15,6 +15,7 @@ from bisect_nan.blaming.scaling import loss_scale
 from bisect_nan.blaming.trace import Birth, Origin, site
 from bisect_nan.blaming.trend import within
 from bisect_nan.causes.evidence import Evidence, base_name
+from bisect_nan.causes.operands import refused_determinant
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Culprit, Link, Phase, SourceLine
 from bisect_nan.recording.program import Node
@@ -148,6 +149,7 @@ class Examination:
         entry, match = causes.diagnose(evidence)
         carried = self._rows(births) if node.phase is not Phase.OPTIMIZER else Rows()
         op = str(origin.target) if node.source is None and node.forward is not None else str(node.target)
+        op = "aten.logdet.default" if refused_determinant(evidence) else op  # torch writes it out
         culprit = Culprit(
             phase=node.phase,
             cause=entry.name,

@@ -52,9 +52,16 @@ class Story:
         good = [(number, value) for number, value in terms.items() if torch.isfinite(value)]
         if not bad or not good:
             return ()
-        which = " and ".join(f"{float(value):g}{self._origin(number)}" for number, value in bad[:_TERMS])
-        others = ", ".join(f"{float(value):.4g}{self._origin(number)}" for number, value in good[:_TERMS])
-        return (f"of the terms of the loss it spoils {which}; the others are {others}",)
+        many = "one is" if len(bad) == 1 else f"{len(bad)} are"
+        rest = "the other is" if len(good) == 1 else "the others are"
+        return (f"of the {len(terms)} terms of the loss {many} bad: {self._told(bad)}; {rest} {self._told(good)}",)
+
+    def _told(self, terms: list[tuple[int, torch.Tensor]]) -> str:
+        """Return numbers with the lines that they come from; those of one line are put together."""
+        lines: dict[str, list[str]] = {}
+        for number, value in terms[:_TERMS]:
+            lines.setdefault(self._origin(number), []).append(f"{float(value):.4g}")
+        return ", ".join(f"{', '.join(values)}{line}" for line, values in lines.items())
 
     def _adding(self, loss: int) -> Iterator[Node]:
         """Yield the calls that put scalars together to the loss, the last one first."""

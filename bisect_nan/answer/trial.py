@@ -167,7 +167,7 @@ class Trial:
         rerun = Rerun(stretch, placeholders, changes, types, careful)
         rerun.forward()
         loss = rerun.env[targets.loss]
-        value = float(loss.detach().to(self._program.values[targets.loss].dtype))
+        value = float(loss.detach().to(self._program.values[targets.loss].dtype)) + 0.0  # 0 rather than -0
         if not math.isfinite(value):
             return Outcome(finite=False, loss=value, text=f"the loss is still {value:g}")
         gradients = self._named(rerun.gradients(loss, scale))

@@ -282,7 +282,6 @@ def _replace(
     value = neutral(tensor, executed, number)
     if neutral is tame:
         mask = mask | ~finite.mask(tensor)
-    if isinstance(value, torch.Tensor):
-        tensor.copy_(torch.where(mask, value, tensor))
-    else:
-        tensor.masked_fill_(mask, value)
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+    tensor.copy_(torch.where(mask, value, tensor))  # float8 has no kernel for masked_fill

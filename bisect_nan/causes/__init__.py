@@ -85,6 +85,11 @@ CAUSES: tuple[Cause, ...] = (
 
 _REPLACE = "; single bad values may be replaced in the loader (`torch.nan_to_num`) where a neutral number exists"
 
+_OUTSIDE = (
+    "look at the code outside of torch (NumPy, lists, Python numbers) that computes this tensor: a division by zero there, or a "
+    "missing value"
+)
+
 _BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
@@ -120,7 +125,9 @@ def diagnose(evidence: Evidence) -> tuple[Cause, Match]:
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if match is not None:
-            return cause, replace(match, notes=(*match.notes, *inner_step(evidence), *extent(evidence.mask)))
+            # What has grown over many steps overflows first wherever it happens to be largest: the place says nothing.
+            place = () if cause is optimizer.LEARNING_RATE_EXPLOSION else extent(evidence.mask)
+            return cause, replace(match, notes=(*match.notes, *inner_step(evidence), *place))
     return unclassified.UNCLASSIFIED, Match(0.1)
 
 
@@ -129,7 +136,8 @@ def of_state(phase: Phase, name: str, symptom: Symptom, mask: torch.Tensor) -> t
 
     Args:
         phase: What it is.
-        name: What it is called; the gradients that an update starts with are `gradient of layers.0.weight`.
+        name: What it is called; the gradients that an update starts with are `gradient of layers.0.weight`, tensors that code
+            outside of torch made during the step `constant at file:line`.
         symptom: Where the failure shows.
         mask: bool: its bad elements.
     """
@@ -137,6 +145,8 @@ def of_state(phase: Phase, name: str, symptom: Symptom, mask: torch.Tensor) -> t
     cause = kinds.get(phase, state.INPUT_NONFINITE)
     if cause is state.INPUT_NONFINITE and symptom.kind != "loss" and name.startswith("gradient of "):
         return applied.GRADIENT_NONFINITE_APPLIED, Match(1.0, extent(mask))
+    if name.startswith("constant"):
+        return cause, Match(1.0, extent(mask), _OUTSIDE)
     replaceable = cause is state.INPUT_NONFINITE and isolated(mask)
     return cause, Match(1.0, extent(mask), cause.help + _REPLACE if replaceable else "")
 

@@ -7,7 +7,17 @@ import torch
 from bisect_nan.causes.entry import Cause, Match
 from bisect_nan.causes.evidence import Call, Evidence
 from bisect_nan.causes.normalisation import squared_divisor
-from bisect_nan.causes.operands import aligned, base_op, enough, first, ops, under_log, under_root, where
+from bisect_nan.causes.operands import (
+    aligned,
+    base_op,
+    enough,
+    first,
+    ops,
+    refused_determinant,
+    under_log,
+    under_root,
+    where,
+)
 
 _IN_LOG_FORM = {
     "_softmax": "take `torch.log_softmax` of the scores instead of the logarithm of their softmax",
@@ -18,11 +28,26 @@ _NEAR = 3
 """How many ops back a difference is still what stands under the root."""
 
 
+_OF_A_MATRIX = (
+    "find out why the matrix mirrors (two rows exchanged, an odd number of negative factors); where the sign does not matter, use "
+    "`torch.linalg.slogdet`, which gives the logarithm of the absolute value beside it"
+)
+
+
+_AWAY = "keep the argument away from 0, where the function has a value and no slope"
+
+
 def _log_of_zero(evidence: Evidence) -> Match | None:
     argument = under_log(evidence)
     if argument is None or not enough(argument == 0):
         return None
-    note = f"the argument of the logarithm is exactly 0{where(evidence, argument == 0)}"
+    there = where(evidence, argument == 0)
+    if evidence.forward is not None and under_log(evidence, evidence.forward) is None:
+        name = evidence.forward.op.strip("_")
+        return Match(
+            0.8, (f"the derivative of `{name}` takes the logarithm of an argument that is exactly 0{there}",), _AWAY
+        )
+    note = f"the argument of the logarithm is exactly 0{there}"
     made_by = next((op for op in evidence.ancestors("self") if op in _IN_LOG_FORM), "")
     return Match(0.97, (note,), _IN_LOG_FORM.get(made_by, ""))
 
@@ -32,6 +57,8 @@ def _log_of_negative(evidence: Evidence) -> Match | None:
     if argument is None or argument.is_complex() or not enough(argument < 0):
         return None
     below = argument < 0
+    if refused_determinant(evidence):
+        return Match(0.97, (f"the determinant is negative{where(evidence, below)}",), _OF_A_MATRIX)
     note = f"the argument of the logarithm is below 0{where(evidence, below)}, where it is {first(argument, below)}"
     return Match(0.97, (note,))
 
@@ -45,9 +72,7 @@ def _sqrt_of_negative(evidence: Evidence) -> Match | None:
     below = argument < 0
     notes = [f"{what} is below 0{where(evidence, below)}, where it is {first(argument, below)}"]
     if _DIFFERENCES & set(evidence.ancestors("self")[:_NEAR]):
-        notes.append(
-            "it is a difference: two terms that agree in nearly all digits leave a rounding error of either sign"
-        )
+        notes.append("it is a difference: where its two terms agree in nearly all digits, rounding decides its sign")
     return Match(0.97, tuple(notes))
 
 

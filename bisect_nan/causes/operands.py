@@ -25,6 +25,7 @@ _DIVISOR = {
     "reciprocal": ("", "self"),
     "rsqrt": ("", "self"),
     "addcdiv": ("tensor1", "tensor2"),
+    "softplus": ("", "beta"),
 }
 
 
@@ -179,12 +180,16 @@ def _determinant(evidence: Evidence, call: Call) -> torch.Tensor | None:
     """The sign of a determinant whose logarithm is taken: `logdet` selects a literal NaN with `where` when it is negative."""
     if call.op == "_linalg_slogdet" and evidence.output == 1 and call.outputs[0] is not None:
         return numbers(call.outputs[0][evidence.mask])
-    condition = evidence.ancestors("condition") if call.op == "where" else ()
-    if call.op == "scalar_tensor":
-        condition = evidence.selected_by()
-    if "_linalg_slogdet" in condition:
+    if refused_determinant(evidence, call):
         return torch.full((result(evidence).numel(),), -1.0, dtype=torch.float64)
     return None
+
+
+def refused_determinant(evidence: Evidence, call: Call | None = None) -> bool:
+    """Whether a call is a part of `torch.logdet`: the NaN that it keeps at hand, or the choice of it, for a negative determinant."""
+    op = (call or evidence.call).op
+    condition = evidence.ancestors("condition") if op == "where" else ()
+    return "_linalg_slogdet" in (evidence.selected_by() if op == "scalar_tensor" else condition)
 
 
 def finite_inputs(evidence: Evidence) -> bool:

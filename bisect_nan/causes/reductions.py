@@ -138,6 +138,12 @@ def _infeasible_alignment(evidence: Evidence) -> Match | None:
     return None
 
 
+_RULED_OUT = (
+    "the mask rules out the right answer: repair the label or the mask of these samples, or leave them out of the loss "
+    "(`ignore_index`)"
+)
+
+
 def _masked_label(evidence: Evidence) -> Match | None:
     """Labels whose own class is ruled out: their log-probability is -inf before the loss picks it."""
     scores, target = evidence.call.arguments.get("self"), evidence.call.arguments.get("target")
@@ -151,8 +157,10 @@ def _masked_label(evidence: Evidence) -> Match | None:
         return None
     place = [int(i) for i in ruled_out.nonzero()[0]]
     label = int(target[ruled_out][0])
-    note = f"{int(ruled_out.sum())} labels name a class whose log-probability is -inf, first label {label} at {place}"
-    return Match(0.85, (note, *written_by(evidence)))
+    several = int(ruled_out.sum()) > 1
+    many = f"{int(ruled_out.sum())} labels name" if several else "1 label names"
+    note = f"{many} a class whose log-probability is -inf, {'first ' if several else ''}label {label} at {place}"
+    return Match(0.85, (note, *written_by(evidence)), _RULED_OUT)
 
 
 def _loss_target_invalid(evidence: Evidence) -> Match | None:

@@ -20,6 +20,7 @@ _POLES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "lgamma": ("self", _gamma_pole),
     "digamma": ("self", _gamma_pole),
     "polygamma": ("self", _gamma_pole),
+    "_standard_gamma_grad": ("self", lambda x: x <= 0),
     "special_zeta": ("self", lambda x: x == 1),
     **dict.fromkeys(
         (
@@ -52,7 +53,10 @@ def _function_pole(evidence: Evidence) -> Match | None:
     if argument is None or argument.is_complex() or not evidence.kinds() or not enough(is_pole(argument)):
         return None
     pole = is_pole(argument)
-    return Match(0.97, (f"the argument is {first(argument, pole)}{where(evidence, pole)}, a pole of `{evidence.op}`",))
+    of = (evidence.forward or evidence.call).op.strip(
+        "_"
+    )  # a sample is drawn by one call, and its derivative is another
+    return Match(0.97, (f"the argument is {first(argument, pole)}{where(evidence, pole)}, a pole of `{of}`",))
 
 
 def _singular_matrix(evidence: Evidence) -> Match | None:

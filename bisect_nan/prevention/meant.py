@@ -30,7 +30,7 @@ def is_meant(tensor: torch.Tensor, kind: str, name: str) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     found = finite.kinds(tensor)
-    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no kernels for comparisons
+    tensor = finite.with_kernels(tensor)
     if NonFinite.NAN in found or any(word in name for word in _STATISTICS):
         return False
     only_negative = found == NonFinite.NEG_INF

@@ -25,7 +25,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     "gradient_nonfinite_applied": (updates.skip_update,),
     "learning_rate_explosion": (updates.lower_rate, updates.scale_back),
     "softmax_all_masked": (masking.leave_one_score, masking.finite_mask, masking.finite_operands),
-    "fp16_overflow": (precision.island, precision.whole),
+    "fp16_overflow": (precision.saturate, precision.island, precision.whole),
     "grad_overflow_fp16": (precision.lower_scale, precision.island, precision.whole),
     "grad_overflow": (stable.log_of_probability, *_DERIVATIVE, precision.lower_scale, *_WIDER),
     "sqrt_grad_at_zero": _DERIVATIVE,
@@ -46,6 +46,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     ),
     "loss_target_invalid": (
         reductions.zero_infinity,
+        reductions.leave_out_ruled_out,
         domain.clamp,
         masking.finite_mask,
         masking.finite_operands,
@@ -54,7 +55,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     "empty_reduction": (reductions.zero_for_empty, domain.safe_divisor),
     "degenerate_dof": (reductions.population_variance,),
     "log_of_zero": (stable.log_of_probability, domain.clamp, domain.jitter),
-    "log_of_negative": (domain.clamp, domain.jitter),
+    "log_of_negative": (domain.clamp, stable.absolute_determinant, domain.jitter),
     "sqrt_of_negative": (domain.clamp, domain.root_of_sum),
     "pow_domain": (domain.clamp, masking.double_where),
     "trig_domain": (domain.clamp,),
@@ -65,6 +66,7 @@ BY_CAUSE: dict[str, tuple[Strategy, ...]] = {
     "inf_minus_inf": _INFINITIES,
     "exp_overflow": (stable.subtract_maximum, domain.clamp_exponent, *_WIDER),
     "overflow": (
+        precision.saturate,
         domain.clamp_exponent,
         domain.safe_divisor,
         precision.island,

@@ -35,7 +35,9 @@ def replace_elements(site: Site) -> Iterator[Proposal]:
     else:
         name = "replace_elements"
         number = f"{typical(tensor):g}"
-        text = f"clean {site.culprit.name} in the data pipeline; until then replace its bad elements by {number}"
+        where = f"repair what computes the {site.culprit.name}" if site.culprit.name.startswith("constant") else ""
+        where = where or f"clean {site.culprit.name} in the data pipeline"
+        text = f"{where}; until then replace its bad elements by {number}"
     yield Proposal(name, text, placeholders={site.value: repaired}, local=False)
 
 

@@ -44,6 +44,9 @@ _EDGES: dict[str, tuple[str, float, float]] = {
     "lgamma": ("self", 0, math.inf),
     "digamma": ("self", 0, math.inf),
     "polygamma": ("self", 0, math.inf),
+    "_standard_gamma": ("self", 0, math.inf),
+    "igamma": ("other", 0, math.inf),
+    "igammac": ("other", 0, math.inf),
     "special_ndtri": ("self", 0, 1),
     "binary_cross_entropy": ("self", 0, 1),
     "native_batch_norm": ("running_var", 0, math.inf),
@@ -53,12 +56,8 @@ _EDGES: dict[str, tuple[str, float, float]] = {
 """By op: the operand that has a domain, and its open interval."""
 
 _EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
-_DIVISORS = {"div": "other", "true_divide": "other", "reciprocal": "self", "rsqrt": "self", "remainder": "other"} | {
-    "fmod": "other",
-    "atan2": "other",
-    "addcdiv": "tensor2",
-    "floor_divide": "other",
-}
+_DIVISORS = dict.fromkeys(("div", "true_divide", "floor_divide", "remainder", "fmod", "atan2"), "other")
+_DIVISORS |= {"reciprocal": "self", "rsqrt": "self", "addcdiv": "tensor2", "softplus": "beta"}
 _MATRICES = {
     "linalg_inv_ex": "A",
     "inverse": "self",
@@ -104,6 +103,7 @@ def clamp(site: Site) -> Iterator[Proposal]:
             _away(margin) if complex_valued else f"{{x}}.clamp({limits})",
             name,
             changes=site.everywhere(operands(**{name: lambda x, a=least, b=most: _clamped(x, a, b)})),
+            local=site.node is None or torch.Tag.nondeterministic_seeded not in site.node.target.tags,
         )
 
 
@@ -177,6 +177,7 @@ def safe_divisor(site: Site) -> Iterator[Proposal]:
     if isinstance(divisor, torch.Tensor) and not divisor.is_complex():
         positive = bool((divisor >= 0).all())
         counts = positive and bool((divisor == divisor.double().round()).all() and (divisor > 0).any())
+        counts = counts and not _is_learned(site, name)
     whole = isinstance(divisor, torch.Tensor) and not (divisor.is_floating_point() or divisor.is_complex())
     for least in (1.0,) if whole else ((1.0,) if counts else ()) + margins(site.dtype):
         wrap = f"{{x}}.clamp(min={_short(least)})"
@@ -185,7 +186,15 @@ def safe_divisor(site: Site) -> Iterator[Proposal]:
         elif not positive:
             wrap = _away(least)
         change = operands(**{name: lambda x, least=least: _away_from_zero(x, least)})
-        yield Proposal("safe_divisor", "keep the divisor away from 0", wrap, name, changes=site.everywhere(change))
+        what = f"`{name}`" if name == "beta" else "the divisor"
+        yield Proposal("safe_divisor", f"keep {what} away from 0", wrap, name, changes=site.everywhere(change))
+
+
+def _is_learned(site: Site, name: str) -> bool:
+    """Whether autograd follows an operand: a scale that is trained may be 1 everywhere, and is no count."""
+    if site.call is None or site.node is None:
+        return False
+    return bool(dict(zip(site.call.tensors(), site.node.tracked, strict=False)).get(name))
 
 
 def epsilon(site: Site) -> Iterator[Proposal]:

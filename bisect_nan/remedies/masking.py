@@ -76,7 +76,7 @@ def finite_mask(site: Site) -> Iterator[Proposal]:
     where = f" in {' and '.join(lines)}" if lines else ""
     yield Proposal(
         "finite_mask",
-        f"mask with {large:g} in the place of infinity{where}",
+        f"mask with a number as large as {large:g} in the place of infinity{where}",
         changes={node.index: _with_finite_literals(large) for node in writers},
         placeholders=constants,
         local=False,

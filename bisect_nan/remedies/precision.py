@@ -31,6 +31,27 @@ def island(site: Site) -> Iterator[Proposal]:
     )
 
 
+def saturate(site: Site) -> Iterator[Proposal]:
+    """Cut off before a cast what the narrower type cannot hold."""
+    made = site.call.outputs[0] if site.call is not None and site.op == "_to_copy" else None
+    if made is None or not made.is_floating_point() or torch.finfo(made.dtype).max >= torch.finfo(site.dtype).max:
+        return
+    top = torch.finfo(made.dtype).max
+    if float(torch.tensor(top, dtype=site.dtype)) > top:  # bfloat16 rounds 65504 up
+        top = float(torch.tensor(top * (1 - torch.finfo(site.dtype).eps), dtype=site.dtype))
+
+    def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+        narrows = arguments.get("dtype") is made.dtype  # a line may cast back as well
+        return target(**{**arguments, "self": arguments["self"].clamp(-top, top)} if narrows else arguments)
+
+    yield Proposal(
+        "saturate",
+        f"scale the values into the range of {type_name(made.dtype)}, or cut them off before the cast",
+        f"{{x}}.clamp(-{top:g}, {top:g})",
+        changes=site.everywhere(change),
+    )
+
+
 def whole(site: Site) -> Iterator[Proposal]:
     """Run the whole step in a wider type."""
     wide = _WIDER.get(site.dtype)

@@ -30,6 +30,8 @@ def zero_for_empty(site: Site) -> Iterator[Proposal]:
             total, weight = target(**{**arguments, "reduction": _SUM})
             return total / weight.clamp(min=1), weight
 
+    elif site.op == "segment_reduce":
+        text, wrap, change = "give segments without elements a value: initial=0", "", _from_zero
     elif site.call.arguments.get("reduction") == _MEAN:
         text, wrap = "sum the loss, and divide by a count of at least 1", ""
 
@@ -86,6 +88,31 @@ def zero_infinity(site: Site) -> Iterator[Proposal]:
         "pass zero_infinity=True, which leaves out transcripts that are longer than their input, and repair the lengths",
         changes=site.everywhere(change),
     )
+
+
+def leave_out_ruled_out(site: Site) -> Iterator[Proposal]:
+    """Leave labels out of a loss whose own class is masked."""
+    if site.call is None or site.op not in {"nll_loss_forward", "nll_loss2d_forward"}:
+        return
+
+    def change(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+        scores, labels, ignored = arguments["self"], arguments["target"], arguments["ignore_index"]
+        classes = min(1, scores.ndim - 1)
+        scored = labels != ignored
+        picked = scores.gather(classes, labels.where(scored, 0).unsqueeze(classes)).squeeze(classes)
+        lost = scored & (picked == -math.inf)
+        return target(**{**arguments, "target": labels.masked_fill(lost, ignored)})
+
+    yield Proposal(
+        "leave_out_ruled_out",
+        f"repair these labels or the mask; until then label them {site.call.arguments['ignore_index']}, so that the loss ignores them",
+        changes=site.everywhere(change),
+        local=False,
+    )
+
+
+def _from_zero(target: torch._ops.OpOverload, arguments: Arguments) -> Any:
+    return target(**{**arguments, "initial": 0.0})
 
 
 def _mean(arguments: Arguments) -> torch.Tensor:

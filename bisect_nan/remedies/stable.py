@@ -1,4 +1,4 @@
-"""Compositions that lose the range in between, computed in one stable step: log of a softmax, softmax and logsumexp by hand."""
+"""Compositions in one stable step: the logarithm of a softmax or of a determinant, softmax and logsumexp by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from bisect_nan.causes.evidence import base_name
 from bisect_nan.recording.program import Arguments, Node
-from bisect_nan.remedies.proposal import Proposal, Site
+from bisect_nan.remedies.proposal import Proposal, Site, instead
 from bisect_nan.replaying.differentiable import Change
 
 _MANY = 32
@@ -72,6 +72,27 @@ def subtract_maximum(site: Site) -> Iterator[Proposal]:
             return
     text = f"subtract the maximum before the exponential: {wrap}"
     yield Proposal("subtract_maximum", text, changes=changes, local=False)
+
+
+def absolute_determinant(site: Site) -> Iterator[Proposal]:
+    """Take the logarithm of the absolute value of a determinant, which `logdet` refuses where it is negative."""
+    if site.node is None or site.op != "scalar_tensor":
+        return
+    number, source = site.node.outputs[0], site.node.source
+    before = [n for n in site.program.nodes[: site.node.index] if n.source == source]
+    decomposed = [n for n in before if base_name(str(n.target)) == "_linalg_slogdet"]
+    chosen = [n for n in site.program.nodes if number in n.inputs() and base_name(str(n.target)) == "where"]
+    if decomposed and chosen:
+        yield Proposal(
+            "absolute_determinant",
+            "take the logarithm of the determinant's absolute value, where its sign does not matter",
+            "torch.linalg.slogdet({x}).logabsdet",
+            "A",
+            whole=True,
+            node=decomposed[-1],
+            changes={n.index: instead(lambda arguments: arguments["other"].clone()) for n in chosen},
+            local=False,
+        )
 
 
 def _users(site: Site, node: Node) -> list[Node]:

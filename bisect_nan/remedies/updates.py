@@ -32,7 +32,7 @@ def finite_hyperparameter(site: Site) -> Iterator[Proposal]:
 
 def larger_eps(site: Site) -> Iterator[Proposal]:
     """Give the optimizer an eps that the parameter's type can hold."""
-    name = {"addcdiv": "tensor2", "div": "other"}.get(site.op)
+    name = {"addcdiv": "tensor2", "div": "other"}.get(site.op.removeprefix("_foreach_"))
     if name is None:
         return
     wider = ", or keep its state in float32" if site.dtype in (torch.float16, torch.bfloat16) else ""
@@ -41,6 +41,7 @@ def larger_eps(site: Site) -> Iterator[Proposal]:
             "larger_eps",
             f"give the optimizer eps={eps:g}{wider}",
             changes=site.everywhere(operands(**{name: lambda x, eps=eps: x + eps})),
+            local=not site.op.startswith("_foreach_"),  # one of those returns nothing, so the step has to show it
         )
 
 
@@ -78,8 +79,13 @@ def scale_back(site: Site) -> Iterator[Proposal]:
     if len(sizes) < 2 or not min(sizes) < sizes[-1]:  # noqa: PLR2004
         return
     share = min(sizes) / sizes[-1]
-    parameters = [p.value for p in site.program.placeholders if p.phase is Phase.PARAMETER]
-    there = {n: site.tensors[n] for n in parameters if n in site.tensors and site.tensors[n].is_floating_point()}
+    # Momentum has grown with them, and would undo it in the same update.
+    there = {
+        p.value: site.tensors[p.value]
+        for p in site.program.placeholders
+        if p.value in site.tensors and site.tensors[p.value].is_floating_point()
+        if p.phase is Phase.PARAMETER or (p.phase is Phase.OPTIMIZER and site.tensors[p.value].dim() > 0)
+    }
     yield Proposal(
         "scale_back",
         "lower the learning rate or clip the gradients, and start again from weights before they grew; tried with the weights"

@@ -20,7 +20,9 @@ _OPERATORS: dict[str, type[ast.operator]] = {
 }
 _NAMES = {
     "linalg_vector_norm": {"norm", "vector_norm"},
+    "linalg_slogdet": {"logdet"},
     "special_erfinv": {"erfinv"},
+    "to_copy": {"to", "half", "bfloat16", "float", "double"},
     "special_xlogy": {"xlogy"},
     "acos": {"acos", "arccos"},
     "asin": {"asin", "arcsin"},
@@ -125,6 +127,8 @@ def _is_function(before: ast.expr, arguments: list[ast.expr], op: str) -> bool:
     last = before.attr if isinstance(before, ast.Attribute) else before.id if isinstance(before, ast.Name) else ""
     if last in _MODULES or last == "self":
         return True
+    if op.strip("_") == "to_copy":
+        return False
     if op.strip("_") in _OF_TWO:
         return len(arguments) > 1
     numbers = (ast.Constant, ast.UnaryOp, ast.Tuple, ast.List)

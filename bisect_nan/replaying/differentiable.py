@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_map_only
 
+from bisect_nan import finite
 from bisect_nan.errors import ReplayError
 from bisect_nan.recording.generators import GeneratorStates
 from bisect_nan.recording.program import Application, Arguments, Node, Tracking, named, substitute, tensors
@@ -249,7 +250,8 @@ def stays(after: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether the healthy elements of a result are as they were, within the tolerance of their type."""
     if not (before.is_floating_point() or before.is_complex()) or before.layout is not torch.strided:
         return True
-    healthy = before.abs() < torch.finfo(before.dtype).max ** 0.4  # beyond, it is part of an overflow
+    limit = torch.finfo(before.dtype).max ** 0.4  # beyond, it is part of an overflow
+    healthy = finite.with_kernels(before).abs() < limit
     if not bool(healthy.any()):
         return True
     tolerance = TOLERANCE.get(before.dtype, _TOLERANCE)

@@ -18,7 +18,10 @@ from bisect_nan.replaying.neutral import distinct, ordered
 from bisect_nan.replaying.replay import Executed
 from bisect_nan.replaying.stretch import Env
 
-_ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"}
+_ELEMENTWISE = {"clone", "_to_copy", "copy", "alias", "contiguous", "lift_fresh", "masked_fill", "where", "fill"} | {
+    "_standard_gamma",
+    "_standard_gamma_grad",
+}
 """Elementwise calls that torch does not tag as pointwise (or not in every release)."""
 
 
@@ -118,7 +121,17 @@ def _derivative(
 ) -> Env:
     """Return the input elements with a nonzero derivative; the inputs `counts` are taken for numbers whatever their type."""
     inputs = {n: t for n, t in executed.inputs.items() if (n in counts or is_number(t)) and t.layout is torch.strided}
-    leaves = {n: ordered(t, nan_highest=nan_highest).requires_grad_() for n, t in inputs.items()}
+    values = {n: ordered(t, nan_highest=nan_highest) for n, t in inputs.items()}
+    found = _nonzero(executed, number, mask, values, [*values])
+    if found is None:  # some calls have no derivative by one of their operands, such as the weights of a loss
+        each = [_nonzero(executed, number, mask, values, [n]) for n in values] if len(values) > 1 else []
+        return {n: m for part in each if part is not None for n, m in part.items()}
+    return found
+
+
+def _nonzero(executed: Executed, number: int, mask: torch.Tensor, values: Env, operands: Sequence[int]) -> Env | None:
+    """Return where the derivative by some operands is not zero, all operands having given values; None without a derivative."""
+    leaves = {n: t.requires_grad_() if n in operands else t for n, t in ((n, t.clone()) for n, t in values.items())}
     try:
         with torch.enable_grad():
             made = executed.differentiably(
@@ -131,11 +144,12 @@ def _derivative(
             folded = (made * (mask * distinct(made))).sum()
             folded = folded.real + folded.imag if folded.is_complex() else folded
             gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                folded, list(leaves.values()), allow_unused=True
+                folded, [leaves[n] for n in operands], allow_unused=True
             )
     except (RuntimeError, NotImplementedError, IndexError, TypeError):
-        return {}  # no derivative, or an index that is no integer any more
-    return {n: g != 0 for n, g in zip(leaves, gradients, strict=True) if g is not None}
+        return None  # no derivative, or an index that is no integer any more
+    dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
+    return {n: g != 0 for n, g in zip(operands, dense, strict=True) if g is not None}
 
 
 def name(node: Node) -> str:

@@ -37,14 +37,14 @@ class Intent:
         return bool((zero | one).all()) and bool(one.any()) and not self._learned(node.index)
 
     def accept(self, value: int) -> None:
-        """Take the infinities of a placeholder for meant from now on: the step bears others of the same tensor."""
+        """Take the bad elements of a placeholder for meant from now on: the step bears others of the same tensor."""
         self._accepted.add(value)
 
     def means(self, placeholder: Placeholder, tensor: torch.Tensor) -> bool:
-        """Whether bad elements that came from outside are meant: infinities of a mask, or among the numbers of a literal."""
-        if finite.kinds(tensor) & NonFinite.NAN:
-            return False
-        return placeholder.constant or placeholder.value in self._accepted or is_mask(tensor)
+        """Whether bad elements that came from outside are meant: accepted ones, infinities of a mask, those of a literal."""
+        if placeholder.value in self._accepted:
+            return True
+        return not finite.kinds(tensor) & NonFinite.NAN and (placeholder.constant or is_mask(tensor))
 
     def _learned(self, index: int) -> bool:
         calls = {index, *self._dependence.ancestors(index)}

@@ -72,7 +72,7 @@ def tamed(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex() or tensor.layout is not torch.strided:
         return tensor
     limit = torch.finfo(tensor.dtype).max ** 0.25
-    return tensor.clamp(-limit, limit)
+    return finite.with_kernels(tensor).clamp(-limit, limit).to(tensor.dtype)
 
 
 def neutralised(tensor: torch.Tensor, mask: torch.Tensor, value: float | torch.Tensor | None = None) -> torch.Tensor:
@@ -110,11 +110,12 @@ def _precise(tensor: torch.Tensor, executed: Executed | None, number: int) -> to
 
 def _extreme(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor | float:
     """The largest or the smallest finite element in the place of an infinity: every comparison and selection stays as it was."""
-    healthy = tensor[~finite.mask(tensor)]
+    values = finite.with_kernels(tensor)
+    healthy = values[~finite.mask(tensor)]
     if tensor.is_complex() or not healthy.numel():
         return typical(tensor)
     lowest, highest = healthy.aminmax()
-    return torch.nan_to_num(tensor, typical(tensor), float(highest), float(lowest))
+    return torch.nan_to_num(values, typical(tensor), float(highest), float(lowest)).to(tensor.dtype)
 
 
 def tame(tensor: torch.Tensor, _: Executed | None, __: int) -> torch.Tensor:

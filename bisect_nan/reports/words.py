@@ -49,17 +49,26 @@ def place_of(culprit: Culprit) -> str:
 def headline(culprit: Culprit, *, first: bool) -> str:
     """Say what happened in one clause: who made which value, and in how many places."""
     bad = first_bad(culprit)
-    kind = "NaN and infinity"
-    if bad and bad.nonfinite in (bad.nan, bad.pos_inf + bad.neg_inf):
+    kind, count = "NaN and infinity", bad.nonfinite if bad else 0
+    if bad and bad.nan and _brought(bad, culprit.inputs):
+        kind, count = "NaN", bad.nan
+    elif bad and count in (bad.nan, bad.pos_inf + bad.neg_inf):
         kind = "NaN" if bad.nan else "infinity"
-    many = f": {bad.nonfinite} of {bad.numel} values" if bad and 1 < bad.numel >= bad.nonfinite > 0 else ""
+    many = f": {count} of {bad.numel} values" if bad and 1 < bad.numel >= count > 0 else ""
     if culprit.node < 0:
-        return f"{culprit.name} held {kind} before the step{many}"
+        when = "when the step took it in" if culprit.name.startswith("constant") else "before the step"
+        return f"{culprit.name} held {kind} {when}{many}"
     op = f"`{short(culprit.op)}`"
     derived = culprit.phase is Phase.BACKWARD and culprit.op != culprit.kernel
     subject = f"the derivative of {op}" if derived else op
     made = f"made the first {kind}" if first else f"also made {kind}"
     return f"{subject} {made}{'' if derived else _PLACES.get(culprit.phase, '')}{many}"
+
+
+def _brought(made: TensorSummary, inputs: Sequence[TensorSummary]) -> bool:
+    """Whether as many infinities of either sign went in as came out: they are not what the call made."""
+    came = sum(part.pos_inf for part in inputs), sum(part.neg_inf for part in inputs)
+    return made.pos_inf <= came[0] and made.neg_inf <= came[1]
 
 
 def first_bad(culprit: Culprit) -> TensorSummary | None:
@@ -108,7 +117,7 @@ def symptom(finding: Finding) -> str:
     described = finding.symptom.describe()
     if finding.symptom.kind == "loss" or finding.loss is None:
         return described
-    return f"the loss is {finding.loss:.5g}, {described}"
+    return f"the loss is {finding.loss + 0.0:.5g}, {described}"  # 0 rather than -0
 
 
 def noun(shown: Symptom) -> str:

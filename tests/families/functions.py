@@ -122,3 +122,6 @@ case("log clamp after", "where_masked_gradient", lambda x: x.log().clamp(min=-10
 case("log clamp before", "clean", lambda x: x.clamp(min=1e-9).log(), t(0.0, 1.0))
 case("gammainc", "unclassified", lambda x: torch.special.gammainc(t(1.0), x), t(-1.0))
 case("frac inf", "exp_overflow", lambda x: (x * 100).exp().frac(), t(1.0))
+case("softplus beta zero", "division_by_zero", lambda x: torch.nn.functional.softplus(x, beta=0.0), t(-1.0, 0.5))
+case("cast float8", "overflow", lambda x: x.detach().to(torch.float8_e5m2).float() * x, t(1.0, 9e4))
+case("gamma sample zero", "function_pole", torch._standard_gamma, t(0.0, 1.0))

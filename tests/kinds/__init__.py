@@ -134,5 +134,9 @@ def prepared() -> tuple[Model, Batch]:
     data["pad"] = torch.zeros(5, 6, dtype=torch.bool)
     data["pad"][1, 2:] = True
     data["energies"][1, 2:], data["energies"][3, 4] = -INF, -INF
+    data["missing"] = data["x"].clone()
+    data["missing"][[0, 3], [1, 4]] = math.nan
+    data["unmeasured"] = data["missing"].clone()
+    data["unmeasured"][:, 2] = math.nan
     data["additive"] = torch.zeros(5, 6).masked_fill(~data["keep"], -INF)
     return model, data

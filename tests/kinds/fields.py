@@ -215,3 +215,48 @@ def scores_in_half_precision(m: Model, b: Batch) -> torch.Tensor:
     query = (m.features(b["x"])[:, :, None] * torch.where(b["keep"], 1.0, 3e3)[:, :, None]).half()
     scores = query @ query.transpose(1, 2)  # CULPRIT
     return (scores.float().softmax(-1) @ query.float()).mean()
+
+
+@kind("logdet")
+def volume_of_a_mirroring_map(m: Model, b: Batch) -> torch.Tensor:
+    """Two rows of a map are exchanged, so its determinant is negative."""
+    mixing = torch.eye(6)[[1, 0, 2, 3, 4, 5]] + 0.01 * m.layers[0].weight
+    volume = torch.logdet(mixing)  # CULPRIT
+    return (m.features(b["x"]) @ mixing).mean() - volume
+
+
+@kind("_to_copy", rows=(3,))
+def activation_beyond_float8(m: Model, b: Batch) -> torch.Tensor:
+    """Activations are rounded to float8 without a scale."""
+    h = m.features(b["x"]) * torch.where(b["keep"], 1.0, 1e6)
+    rounded = h.to(torch.float8_e5m2).to(h.dtype)  # CULPRIT
+    return (h + (rounded - h).detach()).mean()
+
+
+@kind("softplus")
+def sharpness_annealed_to_nothing(m: Model, b: Batch) -> torch.Tensor:
+    """The sharpness of a softplus is its divisor."""
+    sharpness = float(m.steps)
+    return F.softplus(m.features(b["x"]), beta=sharpness).mean()  # CULPRIT
+
+
+@kind("nll_loss_forward", rows=(3,))
+def label_that_the_mask_rules_out(m: Model, b: Batch) -> torch.Tensor:
+    """The right class of a row is among those that are masked."""
+    scores = m.head(m.features(b["x"])).masked_fill(F.one_hot(b["label"], 3).bool() & ~b["keep"][:, :1], -INF)
+    return F.cross_entropy(scores, b["label"])  # CULPRIT
+
+
+@kind("segment_reduce")
+def mean_of_an_empty_segment(m: Model, b: Batch) -> torch.Tensor:
+    """One of the segments that rows are put together to has no row."""
+    lengths = torch.bincount(b["group"], minlength=4)
+    return torch.segment_reduce(m.features(b["x"]), "mean", lengths=lengths).square().mean()  # CULPRIT
+
+
+@kind("_to_copy", rows=(3,))
+def cast_to_half(m: Model, b: Batch) -> torch.Tensor:
+    """Activations of bfloat16 go into float16 as they are."""
+    h = (m.features(b["x"]) * torch.where(b["keep"], 1.0, 1e6)).bfloat16()
+    h = h.to(torch.float16)  # CULPRIT
+    return (h.float() / 1e5).mean()

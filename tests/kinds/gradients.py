@@ -135,3 +135,10 @@ def degenerate_spectrum(m: Model, b: Batch) -> torch.Tensor:
     matrix = torch.eye(3) * (m.features(b["x"]).sum() * 0 + 1)
     values, vectors = torch.linalg.eigh(matrix)  # CULPRIT
     return vectors[0].abs().sum() + values.sum()
+
+
+@kind("_standard_gamma", rows=(3,), phase=Phase.BACKWARD)
+def draw_with_a_vanished_concentration(m: Model, b: Batch) -> torch.Tensor:
+    """A gamma variable of concentration 0 is 0, and does not depend on it in a way that has a slope."""
+    concentration = F.softplus(m.features(b["x"])) * b["keep"]
+    return torch.distributions.Gamma(concentration, 1.0, validate_args=False).rsample().mean()  # CULPRIT

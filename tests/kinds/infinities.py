@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bisect_nan import Phase
 from kinds import INF, Batch, Model, kind
 
 # badness that passes through finite values
@@ -58,6 +59,21 @@ def mean_of_nothing_but_nan(m: Model, b: Batch) -> torch.Tensor:
     """`nanmean` of a row of NaN divides by the number of the others."""
     spread = (m.features(b["x"]).square() - 2.0 * (b["gap"] == 0)).sqrt()  # CULPRIT
     return torch.nanmean(spread, -1).mean()
+
+
+@kind("div")
+def mean_of_a_column_without_values(m: Model, b: Batch) -> torch.Tensor:
+    """Missing values are marked with NaN and skipped, but nobody measured column 2."""
+    mean = torch.nanmean(b["unmeasured"], 0)  # CULPRIT
+    return m.features(torch.where(b["unmeasured"].isnan(), mean, b["unmeasured"])).mean()
+
+
+@kind(rows=(3,), phase=Phase.INPUT)
+def missing_value_that_nobody_fills_in(m: Model, b: Batch) -> torch.Tensor:
+    """Marks of missing values are filled in, but only in the first columns."""
+    known, rest = b["missing"][:, :3], b["missing"][:, 3:]
+    known = torch.where(known.isnan(), torch.nanmean(known, 0), known)
+    return m.features(torch.cat([known, rest], 1)).mean()
 
 
 # intended infinities
