@@ -241,3 +241,40 @@ def test_a_guard_writes_nothing_for_other_exceptions(kind: str, tmp_path: Path) 
     assert not hasattr(caught.value, "__notes__")
     assert not list(tmp_path.rglob("*.safetensors"))
     guard.close()
+
+
+def test_a_limit_is_meant_and_a_number_beside_it_is_not() -> None:
+    """An infinity to start with is no reason; one that the step computed is, also where finite literals went into it."""
+    model = network()
+
+    def best(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        least, loss = torch.tensor(torch.inf), model(batch).square().mean()
+        if loss < least:
+            raise OfTheStep("for another reason")
+        return loss  # type: ignore[no-any-return]
+
+    def weighted(_: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = (fault(batch) * torch.tensor([1.0, 2.0, 1.0, 1.0])).sum()
+        if loss.item() < -1e9:
+            raise OfTheStep("because of that")
+        return loss
+
+    with pytest.raises(OfTheStep, match="another"):
+        Snapshot.capture(model, HEALTHY, best)
+    assert locate(Snapshot.capture(model, FAULTY, weighted)).culprits[0].cause == "log_of_zero"
+
+
+def test_memory_that_was_given_back() -> None:
+    """A tensor whose memory the step has released is not made to grow again; what it was computed from is looked at."""
+    released = []
+
+    def step(_: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        h = fault(batch) * 1
+        bad = not torch.isfinite(h).all()
+        h.untyped_storage().resize_(0)
+        released.append(h)
+        sure(not bad)
+        return batch.sum()
+
+    assert locate(Snapshot.capture(network(), FAULTY, step)).culprits[0].cause == "log_of_zero"
+    assert released[0].untyped_storage().nbytes() == 0

@@ -14,6 +14,7 @@ from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase, Remedy
 from bisect_nan.norms import norms
 from bisect_nan.recording.program import named, substitute, tensors
+from bisect_nan.recording.traits import READS
 from bisect_nan.remedies import Proposal, Site, proposals
 from bisect_nan.remedies.alone import helps
 from bisect_nan.remedies.wording import in_words, line_to_write
@@ -26,9 +27,6 @@ from bisect_nan.snapshots.snapshot import Snapshot
 
 EXECUTIONS = 2
 """Executions of the step that each culprit may cost."""
-
-_READS = {"aten._local_scalar_dense.default", "aten.equal.default"}
-"""Hand an answer to Python: `.item()` and `bool(tensor)`, `torch.equal`."""
 
 _CANDIDATES = 20
 """Proposals that are looked at for one culprit."""
@@ -210,7 +208,7 @@ class Trial:
         """Whether Python reads a number behind a changed call, and the program goes on."""
         program = self._program
         end = max(self._dependence.needed(program.targets.loss)) if program.targets.loss is not None else -1
-        read = {n.index for n in program.nodes[: max(end, 0)] if str(n.target) in _READS and n.phase is Phase.FORWARD}
+        read = {n.index for n in program.nodes[: max(end, 0)] if n.target in READS and n.phase is Phase.FORWARD}
         return bool(read) and not read.isdisjoint(self._dependence.descendants(changed))
 
     def _hooks(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bisect_nan.recording.program import Value
+from bisect_nan.recording.program import NO_STORAGE, Value
 
 
 @dataclass(slots=True)
@@ -43,3 +43,13 @@ def view(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
     shown = shown.conj() if value.conj else shown
     negated: torch.Tensor = torch.ops.aten._neg_view.default(shown) if value.neg else shown
     return negated
+
+
+def extent(value: Value) -> int:
+    """Return how many bytes of its storage a value reaches over, counted from the start of the storage."""
+    if 0 in value.shape or value.storage == NO_STORAGE:
+        return 0
+    last = value.offset
+    for step, size in zip(value.stride, value.shape, strict=True):
+        last += step * (size - 1)
+    return (last + 1) * value.dtype.itemsize

@@ -22,7 +22,7 @@ from bisect_nan.finding import SourceLine
 from bisect_nan.finite import NonFinite
 from bisect_nan.recording.calls import Call
 from bisect_nan.recording.lines import Lines
-from bisect_nan.recording.memory import view
+from bisect_nan.recording.memory import extent, view
 from bisect_nan.recording.program import NO_STORAGE, Ref, tensors
 from bisect_nan.recording.recorder import Recorder
 from bisect_nan.recording.traits import READS
@@ -59,7 +59,8 @@ def reason(recorder: Recorder, error: BaseException) -> Looked | None:
     if isinstance(error, BisectNanError | MemoryError | torch.OutOfMemoryError):
         return None
     refused = _refused(recorder, error)
-    found = next(itertools.chain(_read(recorder), _left(recorder)) if refused is None else refused, None)
+    looked = itertools.chain(_read(recorder), _left(recorder, tells=_tells(error)))
+    found = next(looked if refused is None else refused, None)
     return None if found is None else (_behind(error, found[0]), found[1])
 
 
@@ -70,8 +71,7 @@ def read(recorder: Recorder, call: Call) -> Looked | None:
         recorder: What records.
         call: The call that reads, just written down.
     """
-    number = call.args[0]
-    found = _nonfinite(recorder, [number.value] if isinstance(number, Ref) else [], NonFinite.ANY)
+    found = _nonfinite(recorder, [ref.value for ref in _refs(call.args)], NonFinite.ANY)
     return None if found is None else (f"read{_at(call.source)}", found)
 
 
@@ -90,8 +90,12 @@ def suspicion(error: BaseException) -> Looked | None:
             for part in parts:
                 if isinstance(part, torch.Tensor) and finite.probe([part]):
                     return name, part.detach()
-    tells = isinstance(error, AssertionError | ArithmeticError) or _ABOUT.search(str(error))
-    return (name, torch.tensor(math.nan)) if tells else None
+    return (name, torch.tensor(math.nan)) if _tells(error) else None
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether an exception is about numbers, as far as its kind and its message tell."""
+    return isinstance(error, AssertionError | ArithmeticError) or _ABOUT.search(str(error)) is not None
 
 
 def _refused(recorder: Recorder, error: BaseException) -> Iterator[tuple[SourceLine | None, torch.Tensor]] | None:
@@ -130,10 +134,10 @@ def _read(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]
             yield call.source, found[1]
 
 
-def _left(recorder: Recorder) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
-    """Yield the last results without a graph that hold a NaN: what leaves torch, for NumPy say, is looked at by others."""
+def _left(recorder: Recorder, *, tells: bool) -> Iterator[tuple[SourceLine | None, torch.Tensor]]:
+    """Yield the last results that hold a NaN, since what leaves torch is looked at by others; if nothing tells, those without a graph."""
     for call in reversed(recorder.calls[-_LAST:]):
-        if call.grad and call.target is not torch.ops.aten.detach.default:
+        if call.grad and not tells:
             continue
         if (found := _nonfinite(recorder, [v for v in call.outputs if v is not None], NonFinite.NAN)) is not None:
             yield call.source, found
@@ -165,14 +169,15 @@ def _nonfinite(recorder: Recorder, numbers: list[int], which: NonFinite) -> torc
 
 def _unmeant(recorder: Recorder, number: int) -> NonFinite:
     """Return what is no intention in a value: a NaN, and an infinity unless one was written on the way (`masked_fill`, a limit)."""
-    constants = {placeholder.value for placeholder in recorder.values.placeholders if placeholder.constant}
+    literals = [place.value for place in recorder.values.placeholders if place.constant]
+    limits = {number for number in literals if finite.has([recorder.values.tensors[number]], NonFinite.INF)}
     waiting, met = [number], {number}
     while waiting and len(met) < _MOST:
         value = waiting.pop()
         maker = recorder.values.makers[value]
         call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
         given = [] if call is None else [*call.args, *call.kwargs.values()]
-        if value in constants or any(isinstance(item, float) and math.isinf(item) for item in given):
+        if value in limits or any(isinstance(item, float) and math.isinf(item) for item in given):
             return NonFinite.NAN
         further = {ref.value for ref in _refs(given)} - met
         met |= further
@@ -193,8 +198,8 @@ def _alive(recorder: Recorder, number: int) -> torch.Tensor | None:
     values = recorder.values
     if values.storages[number] == NO_STORAGE:
         return None
-    storage = values.memories[values.storages[number]].reference()
-    return None if storage is None else view(storage, values.value(number))
+    storage, value = values.memories[values.storages[number]].reference(), values.value(number)
+    return None if storage is None or storage.nbytes() < extent(value) else view(storage, value)
 
 
 def _behind(error: BaseException, source: SourceLine | None) -> str:

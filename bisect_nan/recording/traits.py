@@ -39,8 +39,8 @@ layers. `tests/test_traits.py` looks for others among the CPU's kernels; those o
 tools/autograd/derivatives.yaml, which copies the scratch memory for a second backward pass.
 """
 
-READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})  # noqa: SLF001  (public)
-"""Calls that give Python a number or a boolean, on which it may decide what to do next."""
+READS = frozenset(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "equal", "allclose"))
+"""Calls that give Python a number or a boolean, on which it may decide what to do next: `item()`, `bool(tensor)`, `torch.equal`."""
 
 
 @dataclass(frozen=True, slots=True)

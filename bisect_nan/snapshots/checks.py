@@ -15,6 +15,7 @@ from functools import cache
 import torch
 
 from bisect_nan.errors import SnapshotError
+from bisect_nan.recording.memory import extent
 from bisect_nan.recording.program import NO_STORAGE, Node, Placeholder, Program, Ref, Value
 from bisect_nan.recording.targets import KINDS, Targets
 from bisect_nan.recording.traits import Traits
@@ -58,16 +59,6 @@ def check(program: Program, sizes: Mapping[int, int]) -> None:
         named = [number for numbers in (use.inputs, use.outputs, use.given, use.returned) for number in numbers]
         if not use.first <= use.last <= len(program.nodes) or not known.issuperset(n for n in named if n is not None):
             raise wrong(f"function {place}", [use.first, use.last], "calls and values of the program")
-
-
-def extent(value: Value) -> int:
-    """Return how many bytes of its storage a value reaches over, counted from the start of the storage."""
-    if 0 in value.shape or value.storage == NO_STORAGE:
-        return 0
-    last = value.offset
-    for step, size in zip(value.stride, value.shape, strict=True):
-        last += step * (size - 1)
-    return (last + 1) * value.dtype.itemsize
 
 
 @cache

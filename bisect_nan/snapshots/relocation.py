@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from bisect_nan.recording.memory import view
+from bisect_nan.recording.memory import extent, view
 from bisect_nan.recording.program import NO_STORAGE, Node, Program, Ref, Value
-from bisect_nan.snapshots.checks import extent
 
 _ALIGNMENT = 64
 """Parts start at a multiple of this many bytes, which is one of every element size, too."""

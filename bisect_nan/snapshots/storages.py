@@ -18,10 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bisect_nan.errors import SnapshotError
-from bisect_nan.recording.memory import view
+from bisect_nan.recording.memory import extent, view
 from bisect_nan.recording.program import Value
 from bisect_nan.snapshots.arguments import constant
-from bisect_nan.snapshots.checks import extent
 from bisect_nan.snapshots.manifest import HEADER_LIMIT, KEY
 from bisect_nan.strict_json import checked_text, count, fields, items, wrong
 from bisect_nan.whole_file import whole_file
