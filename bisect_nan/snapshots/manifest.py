@@ -10,7 +10,8 @@ top-level key      content
 =================  =========================================================================================================
 `format`           1; grows when a key changes its meaning
 `writer`           the package and release that wrote the file: `"bisect_nan 0.1.0"`
-`symptom`          null for a clean step, else an object: `kind` (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`), `name`,
+`symptom`          null for a clean step, else an object: `kind` (`loss`, `gradient`, `buffer`, `parameter`, `optimizer`,
+                   and `value`: what a step that raised had looked at), `name`,
                    `nonfinite` (list of `nan`, `+inf`, `-inf`) and `others` (how many further tensors of this kind are non-finite)
 `loss`             number: the loss as recorded
 `step_number`      integer or null
@@ -20,8 +21,10 @@ top-level key      content
 `placeholders`     list of objects, one for each tensor that the step did not make itself: `value` (its number), `name`
                    (`layers.0.weight`, `batch['depth']`), `phase` (`input`, `parameter`, `buffer`, `optimizer`), `constant`
                    (boolean), `dtype` (`float32`), `shape` (list) and `device` (`cpu`, `cuda:0`)
-`targets`          object: `loss` (a value number; null for an optimizer's step), `gradients`, `buffers`, `parameters` and
-                   `optimizer` (objects: name to value number), and `hooked` (boolean: gradients pass through hooks)
+`targets`          object: `loss` (a value number; null for an optimizer's step, and where a step raised), `gradients`,
+                   `buffers`, `parameters` and
+                   `optimizer` (objects: name to value number), and `hooked` (boolean: gradients pass through hooks);
+                   where a step raised also `values`
 `observed`         null for a clean step, else an object: `names` (the non-finite targets, the earliest first) and `tensor`
                    (what the first one held)
 `storages`         list of `[storage number, device, bytes]`, one for each memory that a placeholder shows. The bytes are the
