@@ -99,14 +99,6 @@ def validates(model: nn.Module) -> None:
         raise RuntimeError("diverged")
 
 
-def overwrites_it(model: nn.Module) -> None:
-    """Look at memory that is written to afterwards."""
-    values = zero_over_zero(model)
-    bad = torch.isnan(values).any()
-    values.detach().zero_()
-    assert not bad
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -118,7 +110,6 @@ def overwrites_it(model: nn.Module) -> None:
         hands_it_to_a_kernel,
         hands_it_to_lapack,
         validates,
-        overwrites_it,
     ],
 )
 def test_what_a_script_saw_to_be_bad(script: Callable[[nn.Module], object], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis.errors import UnsatisfiedAssumption
 from torch import nn
 from torch.utils import _pytree as pytree  # torch 2.6 to 2.13: tree_leaves, tree_map_only
 
@@ -76,6 +77,8 @@ class Trial:
                     warnings.simplefilter("ignore")
                 loss = scalar_loss(self._function(*arguments))
                 gradients = self._gradients(loss, [*leaves, *self._parameters])
+        except UnsatisfiedAssumption:
+            raise
         except Exception as error:
             self._start.restore()
             with contextlib.suppress(Exception):  # what it raises for another reason, once more

@@ -126,13 +126,13 @@ def test_a_bad_gradient_is_found(options: str) -> None:
 
 
 def test_a_bad_loss_is_found() -> None:
-    """It is told before the backward pass, with the sample; the metric has not counted twice."""
+    """It is told before the backward pass, with the sample; counter and metric are as before the step."""
     module = Module()
     fault = raised(lambda: fit(module, batches(4, "loss", at=2)))
     assert blames(fault, "loss")
     assert located(fault).culprit.samples == (2,)
     assert module.calls == 2
-    assert module.metric.weight == 3
+    assert module.metric.weight == 2
 
 
 def test_a_bad_update_is_found() -> None:
