@@ -41,7 +41,7 @@ _FOLDERS = (
         "remedies",
         "proposal domain masking precision reductions stable data updates alone wording *",
     ),
-    ("The answer", "answer", "witness story explain trial driver picture"),
+    ("The answer", "answer", "witness story explain decisions trial driver picture"),
     (
         "A short script that fails in the same way",
         "reproduction",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from bisect_nan import finite
+from bisect_nan.answer.decisions import Decisions
 from bisect_nan.errors import ReplayError
 from bisect_nan.finding import Phase, Remedy
 from bisect_nan.norms import norms
 from bisect_nan.recording.program import named, substitute, tensors
-from bisect_nan.recording.traits import READS
 from bisect_nan.remedies import Proposal, Site, proposals
 from bisect_nan.remedies.alone import helps
 from bisect_nan.remedies.wording import in_words, line_to_write
@@ -72,6 +72,7 @@ class Trial:
         self._told = told or (lambda _: None)
         self._snapshot, self._program, self._dependence, self._sites = snapshot, snapshot.program, dependence, sites
         self._tensors = snapshot.tensors()
+        self._decisions = Decisions(self._program, dependence, self._tensors)
         self._lines: dict[object, list[Site]] = {}  # by the line that a user would change: one change serves all
         for site in sites:
             self._lines.setdefault(_line(site), []).append(site)
@@ -160,7 +161,8 @@ class Trial:
         """Execute the forward pass under autograd, then the backward pass that follows from it."""
         targets = self._program.targets
         assert targets.loss is not None
-        wanted = [targets.loss, *targets.buffers.values(), *saved(self._program)]
+        answers = self._decisions.answers(changes)
+        wanted = [targets.loss, *targets.buffers.values(), *saved(self._program), *answers]
         stretch = Stretch(self._program, self._forward(wanted), wanted)
         rerun = Rerun(stretch, placeholders, changes, types, careful)
         rerun.forward()
@@ -200,16 +202,9 @@ class Trial:
             return f"if the backward code of {' and '.join(rerun.derived)} does what autograd derives from its forward"
         if self._hooks():
             return "before hooks and Functions of the step that this run leaves out"
-        if self._decides(rerun.changed):
+        if not self._decisions.stand(rerun.changed, rerun.env):
             return "if the program takes the same way: it decides on a number that the change has changed"
         return ""
-
-    def _decides(self, changed: Collection[int]) -> bool:
-        """Whether Python reads a number behind a changed call, and the program goes on."""
-        program = self._program
-        end = max(self._dependence.needed(program.targets.loss)) if program.targets.loss is not None else -1
-        read = {n.index for n in program.nodes[: max(end, 0)] if n.target in READS and n.phase is Phase.FORWARD}
-        return bool(read) and not read.isdisjoint(self._dependence.descendants(changed))
 
     def _hooks(self) -> bool:
         """Whether Python code that this run leaves out can change gradients: noticed while recording, or among the backward calls."""
