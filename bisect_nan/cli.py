@@ -22,10 +22,9 @@ from rich.table import Table
 
 from bisect_nan.command import child, mcp, watching
 from bisect_nan.command.checkpoints import checkpoints
-from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.inspection import read_snapshot, to_renderable
 from bisect_nan.command.meter import meter
-from bisect_nan.command.printing import letters_escaped, refuse, say, show, tell
+from bisect_nan.command.printing import conclude, letters_escaped, refuse, say, show, tell
 from bisect_nan.command.repro import repro
 from bisect_nan.command.schema import schema
 from bisect_nan.errors import BisectNanError, TargetError
@@ -267,10 +266,4 @@ def _attend(request: child.Request) -> int:
         if isinstance(end, child.Crash) and not end.wanted:
             request = replace(request, careful=True)
             end = child.attend(request, progress)
-    if isinstance(end, child.Crash):
-        say(f"error: {describe_crash(end, request)}")
-        return child.CANNOT_TELL
-    for message in end.messages:
-        say(message)
-    tell(end.text)
-    return end.status
+    return conclude(end, request)

@@ -1,4 +1,4 @@
-"""What every command prints in the same way: its tables, its messages, and an error that ends it."""
+"""What every command prints in the same way: its tables, its messages, its answer, and an error that ends it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from bisect_nan.command.child import USAGE
+from bisect_nan.command import child
+from bisect_nan.command.crash import describe_crash
 from bisect_nan.errors import BisectNanError
 
 
@@ -58,10 +59,21 @@ def say(message: str) -> None:
     _write(sys.stderr, _printed(Console(stderr=True), text, soft_wrap=True))
 
 
+def conclude(end: child.Answer | child.Crash, request: child.Request) -> int:
+    """Print what the child process has answered, or how it died, and return the exit status."""
+    if isinstance(end, child.Crash):
+        say(f"error: {describe_crash(end, request)}")
+        return child.CANNOT_TELL
+    for message in end.messages:
+        say(message)
+    tell(end.text)
+    return end.status
+
+
 def refuse(error: BisectNanError) -> NoReturn:
     """Print an error and end with the status for wrong usage."""
     say(f"error: {error}")
-    raise typer.Exit(USAGE)
+    raise typer.Exit(child.USAGE)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 
 from bisect_nan.command import child
-from bisect_nan.command.crash import describe_crash
 from bisect_nan.command.meter import meter
-from bisect_nan.command.printing import say, tell
+from bisect_nan.command.printing import conclude
 
 
 def repro(
@@ -54,10 +53,4 @@ def _attend(request: child.Request) -> int:
                 break
             request = child.without(request, end, count)
             end = child.attend(request, progress)
-    if isinstance(end, child.Crash):
-        say(f"error: {describe_crash(end, request)}")
-        return child.CANNOT_TELL
-    for message in end.messages:
-        say(message)
-    tell(end.text)
-    return end.status
+    return conclude(end, request)
