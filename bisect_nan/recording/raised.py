@@ -155,12 +155,11 @@ def _nonfinite(recorder: Recorder, numbers: list[int], which: NonFinite) -> torc
         dtype, tensor = values.value(number).dtype, _alive(recorder, number)
         floats = dtype.is_floating_point or dtype.is_complex
         if floats and tensor is not None:
-            if finite.has([tensor], kinds & _unmeant(recorder, number)):
+            # What is meant is a longer question, and nearly all that a script looks at is finite.
+            if finite.has([tensor], kinds) and finite.has([tensor], kinds & _unmeant(recorder, number)):
                 bad[number] = tensor
             continue
-        maker = values.makers[number]
-        call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
-        for ref in () if call is None else _refs([*call.args, *call.kwargs.values()]):
+        for ref in _refs(_given(recorder, number)):
             if ref.value not in met:
                 met.add(ref.value)
                 waiting.append((ref.value, kinds & _REFUSED if floats else kinds))
@@ -174,15 +173,20 @@ def _unmeant(recorder: Recorder, number: int) -> NonFinite:
     waiting, met = [number], {number}
     while waiting and len(met) < _MOST:
         value = waiting.pop()
-        maker = recorder.values.makers[value]
-        call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
-        given = [] if call is None else [*call.args, *call.kwargs.values()]
+        given = _given(recorder, value)
         if value in limits or any(isinstance(item, float) and math.isinf(item) for item in given):
             return NonFinite.NAN
         further = {ref.value for ref in _refs(given)} - met
         met |= further
         waiting += further
     return NonFinite.ANY
+
+
+def _given(recorder: Recorder, number: int) -> list[Any]:
+    """Return the arguments of the call that made a value; none for what came from outside."""
+    maker = recorder.values.makers[number]
+    call = recorder.calls[maker] if 0 <= maker < len(recorder.calls) else None
+    return [] if call is None else [*call.args, *call.kwargs.values()]
 
 
 def _refs(item: object) -> Iterator[Ref]:
