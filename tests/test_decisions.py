@@ -37,6 +37,12 @@ def logged(root: torch.Tensor) -> torch.Tensor:
     return root + root.item()
 
 
+def answered_and_logged(root: torch.Tensor) -> torch.Tensor:
+    """Read two booleans in one call, which stay, and a number, which does not."""
+    assert torch.equal(root < 1, torch.tensor(data=True))
+    return root + root.item()
+
+
 def remedy_of(decision: Decision) -> Remedy:
     """Return the remedy of the derivative of a root at 0, with a decision between the root and the loss."""
 
@@ -57,7 +63,7 @@ def test_the_same_answers(decision: Decision) -> None:
     assert remedy_of(decision).verified
 
 
-@pytest.mark.parametrize("decision", [flipped, logged])
+@pytest.mark.parametrize("decision", [flipped, logged, answered_and_logged])
 def test_another_answer_or_a_number(decision: Decision) -> None:
     """An answer that the change turns round, and a number that Python computes with, leave it open what the step would do."""
     remedy = remedy_of(decision)

@@ -42,9 +42,8 @@ class Decisions:
             changed: The calls.
             env: The values after the change, the answers among them.
         """
-        behind = self._behind(changed)
-        numbers = self.answers(changed)
-        if len(numbers) < len(behind) or not all(number in env for number in numbers):
+        numbers = [number for node in self._behind(changed) for number in node.inputs()]
+        if not all(self._is_answer(number) and number in env for number in numbers):
             return False
         if not numbers:
             return True
