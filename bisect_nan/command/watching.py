@@ -207,12 +207,12 @@ class _Watcher:
             self._end()
         if self._silent:
             return
+        quiet = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            fault = watched.ended(error)
+            fault = watched.ended(None if quiet else error)
         except Exception as problem:  # noqa: BLE001  (the script's own may be on its way, and is not to be replaced)
             _say(f"What ran since the last step cannot be looked into: {problem}")
             fault = None
-        quiet = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if fault is not None:
             self._told(fault)
             if quiet and self._script.on_fault is OnFault.STOP:

@@ -115,12 +115,12 @@ class Watch:
         Many scripts look at their loss and stop; libraries raise when they are given a NaN.
 
         Args:
-            error: What the script raised, while that is handled; None when it came to its end.
+            error: What the script raised, while that is handled; None when it came to its end, also by `sys.exit(0)`.
         """
         tape, recorder, snapshot = self._tape, self._tape.recorder, None
         if self._over or self._forget_broken_update() or recorder is None:
             return None
-        if isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code not in (None, 0)):
+        if isinstance(error, Exception | SystemExit):
             with tape.working():
                 if tape.suspect is not None and tape.suspect.stands():
                     snapshot = tape.suspect.snapshot
